@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, quoted
-from ring_plugins.core.net.socket_owner import is_same_unix_user
-from ring_plugins.core.rendezvous.slot_holder import connect_below, listen_below
+from ring_plugins.core.net.socket_owner import is_same_unix_user, why_users_are_unknown
+from ring_plugins.core.rendezvous.slot_holder import connect_below, connect_to, listen_below, names_below
 
 #: Bytes of the longest request, and of the longest answer.
 _REQUEST, _ANSWER = 512, 4096
@@ -63,7 +63,7 @@ class GrowthRequests:
         with contextlib.suppress(OSError):
             while len(self._open) < _MOST:
                 connection, _ = self._listener.accept()
-                if is_same_unix_user(connection):
+                if is_same_unix_user(connection) and not why_users_are_unknown():
                     connection.setblocking(False)
                     self._open[connection] = time.monotonic(), b""
                 else:
@@ -96,17 +96,25 @@ class GrowthRequests:
 
 def running_jobs() -> dict[int, str]:
     """Process ids of this user's `ring run`s on this host that listen, and the commands that they run."""
-    found, deadline = {}, time.monotonic() + _PATIENCE  # for all, since others may list what never accepts
-    with contextlib.suppress(OSError):
-        listed = re.findall(f"@{_name('([0-9]+)')}/", Path("/proc/net/unix").read_text(errors="replace"))
-        for pid in dict.fromkeys(listed):
-            with contextlib.suppress(OSError):  # it has just ended
-                connection = connect_below(_name(pid), deadline - time.monotonic())
-                if connection is None:  # only another user says that it runs
-                    continue
-                connection.close()
+    found, deadline = dict[int, str](), time.monotonic() + _PATIENCE  # for all: others may list what never accepts
+    left = names_below(_name("[0-9]+"))
+    while left and time.monotonic() < deadline:
+        full = []
+        for one in left:
+            try:
+                connection = connect_to(one)
+            except BlockingIOError:
+                full.append(one)
+                continue
+            if connection is None:  # only another user says that it runs, or it has just ended
+                continue
+            connection.close()
+            pid = int(one.split("/")[-2])
+            with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-                found[int(pid)] = quoted(b" ".join(words).decode(errors="replace"))
+                found[pid] = quoted(b" ".join(words).decode(errors="replace"))
+        left = full
+        time.sleep(0.02 if left else 0.0)
     return found
 
 
@@ -136,7 +144,7 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
 
     Raises:
         ArgumentError: the number is not positive, the host is no name, or there is no such job, or there are several.
-        LaunchError: it refuses, or does not answer.
+        LaunchError: it refuses, or does not answer, or could be a stranger's process.
     """
     if not 1 <= number < 10**6:
         raise ArgumentError(
@@ -144,7 +152,12 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
         )
     if host is not None and not re.fullmatch(r"[\w.@-]{1,255}", host, re.ASCII):
         raise ArgumentError(f"--host {host!r} is not a host: give the name that `ring run -H` has for it.")
-    jobs = running_jobs()
+    if why := why_users_are_unknown():
+        raise LaunchError(
+            f"no process can tell your `ring run` from a stranger's, as {why}: ask as a user that the namespace knows."
+        )
+    connected = None if job is None else connect_below(_name(job), _WAITS)
+    jobs = running_jobs() if connected is None else {}
     listed = "".join(f"\n  {pid}: {command}" for pid, command in jobs.items())
     if job is None and len(jobs) != 1:
         if not jobs:
@@ -154,7 +167,10 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
             )
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
     pid = next(iter(jobs)) if job is None else job
-    connected = connect_below(_name(pid), _WAITS)
+    if job is None:
+        connected = connect_below(_name(pid), _WAITS)
+    if connected is None and pid in jobs:
+        raise LaunchError(f"ring run (process {pid}) takes no requests at the moment, or has just ended: ask again.")
     if connected is None:
         others = f" Those that can:{listed}" if jobs else ""
         raise ArgumentError(

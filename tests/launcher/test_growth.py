@@ -1,5 +1,6 @@
 """Requests for further ranks, as `ring add-ranks` makes them and `ring run` answers them."""
 
+import contextlib
 import os
 import re
 import socket
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from ring_plugins.cli.main import app
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.net import socket_owner
+from ring_plugins.core.rendezvous import slot_holder
 from ring_plugins.launcher import growth
 from ring_plugins.launcher.growth import GrowthRequests, request_ranks, running_jobs
 
@@ -72,6 +75,35 @@ def test_what_names_no_job_or_several_is_refused(monkeypatch):
         request_ranks(1, None, "a b")
 
 
+def test_a_job_that_is_listed_and_takes_no_request_is_not_called_none(monkeypatch):
+    monkeypatch.setattr(growth, "running_jobs", lambda: {5: "ring run a"})
+    monkeypatch.setattr(growth, "connect_below", lambda name, seconds: None)
+    for job in (5, None):
+        with pytest.raises(LaunchError, match=r"ring run \(process 5\) takes no requests at the moment, or has just"):
+            request_ranks(1, job)
+    with pytest.raises(ArgumentError, match=r"--job 6 is not the process id .*Those that can:\n  5: ring run a"):
+        request_ranks(1, 6)
+
+
+def test_where_strangers_show_as_this_user_nobody_is_asked_and_nobody_is_answered(asked, monkeypatch):
+    user = os.geteuid()
+    (name,) = re.findall(f"@({growth._name(os.getpid())}/.*)", Path("/proc/net/unix").read_text())
+    monkeypatch.setattr(growth, "why_users_are_unknown", lambda: f"all show as {user}")
+    with pytest.raises(LaunchError, match=f"tell your `ring run` from a stranger's, as all show as {user}"):
+        request_ranks(1, os.getpid())
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{name}")
+        stranger.settimeout(20)
+        with contextlib.suppress(OSError):
+            stranger.sendall(b"add 1\n")
+            assert stranger.recv(1) == b""
+    assert asked == []
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert not socket_owner.why_users_are_unknown()
+    monkeypatch.setattr(socket_owner, "_ALL_USERS", [])
+    assert "show as this one (65534)" in socket_owner.why_users_are_unknown()
+
+
 def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
     monkeypatch.setattr(growth, "_PATIENCE", 0.2)
     (name,) = re.findall(f"@({growth._name(os.getpid())}/.*)", Path("/proc/net/unix").read_text())
@@ -90,11 +122,15 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
         full.bind(f"\0ring_plugins/run/{user}/{10**6 + number}/0123456789abcdef")
         full.listen(0)
         waiting.connect(full.getsockname())
-    waits = []
-    connect = growth.connect_below
-    monkeypatch.setattr(growth, "connect_below", lambda name, seconds: waits.append(seconds) or connect(name, seconds))
+    reads = []
+
+    def counted(path, **options):
+        reads.append(path)
+        return open(path, **options)
+
+    monkeypatch.setattr(slot_holder, "open", counted, raising=False)
     assert os.getpid() in running_jobs()
-    assert sum(seconds > 0 for seconds in waits) < 50  # they do not add up
+    assert reads == ["/proc/net/unix"]  # of the kernel's list, however long others make it
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that all sockets are another user's
     with pytest.raises(ArgumentError, match=f"--job {os.getpid()} is not the process id of a `ring run"):
         request_ranks(3, os.getpid())

@@ -96,12 +96,28 @@ def are_same_user(connected: Sequence[socket.socket], unknown: bool | None = Non
 
 
 def is_same_unix_user(connected: socket.socket) -> bool:
-    """Whether this process's user opened the other end of a unix socket; true for all others."""
+    """Whether this process's user opened the other end of a unix socket; true for all others.
+
+    If `why_users_are_unknown`, strangers pass, too: a handshake has to follow.
+    """
     if connected.family != socket.AF_UNIX:
         return True
     credentials = struct.Struct("=iII")
     _, uid, _ = credentials.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return bool(uid == os.geteuid())
+
+
+def why_users_are_unknown() -> str:
+    """Why the kernel shows strangers under this process's user, "" if it does not."""
+    user = str(os.geteuid())
+    try:
+        if user != Path("/proc/sys/kernel/overflowuid").read_text().strip():
+            return ""
+        if Path("/proc/self/uid_map").read_text().split() == _ALL_USERS:
+            return ""
+    except FileNotFoundError:  # a kernel without user namespaces
+        return ""
+    return f"in this user namespace all users that it does not know show as this one ({user})"
 
 
 def _ends(connected: socket.socket) -> tuple[_End, _End] | None:
@@ -133,8 +149,8 @@ def _read(found: dict[_End, list[_Row]], ends: set[_End], tables: Sequence[str])
     """Add the rows of tables with one of these ends of connections, by end; returns why they say nothing."""
     user = str(os.geteuid())
     try:
-        if user == Path("/proc/sys/kernel/overflowuid").read_text().strip() and not _sees_all_users():
-            return f"in this user namespace all users that it does not know show as this one ({user})"
+        if why := why_users_are_unknown():
+            return why
         shown = {text: end for end in ends for text in _as_in_tables(end)}
         for table in tables:
             if table != _TABLES[0] and not os.path.exists(table):
@@ -147,13 +163,6 @@ def _read(found: dict[_End, list[_Row]], ends: set[_End], tables: Sequence[str])
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     return ""
-
-
-def _sees_all_users() -> bool:
-    try:
-        return Path("/proc/self/uid_map").read_text().split() == _ALL_USERS
-    except FileNotFoundError:  # a kernel without user namespaces
-        return True
 
 
 def _as_in_tables(end: _End) -> Iterator[str]:

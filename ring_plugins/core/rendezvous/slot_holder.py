@@ -165,26 +165,46 @@ def connect_below(name: str, seconds: float = 0.0) -> socket.socket | None:
     """
     deadline = time.monotonic() + seconds
     while True:
-        found = list[str]()
-        with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as table:
-            found = re.findall(f"@({re.escape(name)}/[0-9a-f]{{16}})$", table.read(), re.MULTILINE)
         is_full = False
-        for one in dict.fromkeys(found):  # the kernel lists accepted connections, too
-            connection = socket.socket(socket.AF_UNIX)
-            connection.setblocking(False)
+        for one in names_below(re.escape(name)):
             try:
-                connection.connect(f"\0{one}")
-                if _peer(connection)[1] == os.geteuid():
-                    connection.settimeout(_LINE_SECONDS)
+                if (connection := connect_to(one)) is not None:
                     return connection
             except BlockingIOError:
                 is_full = True
-            except OSError:
-                pass  # it has ended
-            connection.close()
         if not is_full or time.monotonic() > deadline:
             return None
         time.sleep(0.02)
+
+
+def names_below(name: str) -> list[str]:
+    """The names of sockets, anybody's, below a name, which is a regular expression."""
+    with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as table:
+        found = re.findall(f"@({name}/[0-9a-f]{{16}})$", table.read(), re.MULTILINE)
+        return list(dict.fromkeys(found))  # the kernel lists accepted connections, too
+    return []
+
+
+def connect_to(name: str) -> socket.socket | None:
+    """A connection to the socket of this name, None if it is not this user's, or gone.
+
+    Raises:
+        BlockingIOError: too many others wait to be accepted.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    try:
+        connection.connect(f"\0{name}")
+        if _peer(connection)[1] == os.geteuid():
+            connection.settimeout(_LINE_SECONDS)
+            return connection
+    except BlockingIOError:
+        connection.close()
+        raise
+    except OSError:
+        pass  # it has ended
+    connection.close()
+    return None
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

@@ -43,6 +43,7 @@ from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import parent
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.mpi import world_size_if_initialized
+from ring_plugins.core.net.socket_owner import why_users_are_unknown
 from ring_plugins.core.rendezvous import mpi, slot_holder, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord
@@ -88,6 +89,11 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
         ArgumentError: this does not work here; the text says why.
     """
     assert record.rank is not None
+    if why := why_users_are_unknown():
+        raise ArgumentError(
+            f'on_failure="{on_failure}" does not work under {record.by} here, since {why}: a stranger could pose as '
+            f"one of its processes. Run it as a user that the namespace knows; or {remedy}."
+        )
     size = _size_on_this_host(record, on_failure, remedy)
     if size is None and max_ranks:
         raise ArgumentError(

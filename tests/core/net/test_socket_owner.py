@@ -85,7 +85,7 @@ def test_if_the_kernel_does_not_tell_connections_inside_the_host_are_refused(mon
         expected = "/proc/none cannot be read .*Set RING_SECRET"
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-        monkeypatch.setattr(socket_owner, "_sees_all_users", lambda: False)
+        monkeypatch.setattr(socket_owner, "_ALL_USERS", [])
         expected = "in this user namespace all users .*Set RING_SECRET"
     for source, target in [("127.0.0.1", "127.0.0.1"), (LAN, "127.0.0.1"), ("127.0.0.1", LAN), (LAN, LAN)]:
         with connection(source, target) as (server, _):

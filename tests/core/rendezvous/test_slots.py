@@ -194,6 +194,11 @@ def test_what_cannot_work_is_refused(monkeypatch):
     with monkeypatch.context() as kept:
         kept.setenv("RING_SPARES", "1")
         refused(several, r"RING_SPARES=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace")
+    with monkeypatch.context() as strangers:
+        strangers.setattr(slots, "why_users_are_unknown", lambda: "all users show as this one")
+        refused(
+            one_host, r"work under mpirun \(Open MPI\) here, since all users show as this one: a stranger could pose"
+        )
     refused(
         LaunchRecord("mpi", "MPI", 1), "work under MPI if it does not start all ranks on this host. It works on one"
     )
