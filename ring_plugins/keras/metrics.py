@@ -132,15 +132,24 @@ class MetricAverageCallback(keras.callbacks.Callback):
         averaged, starting_alike = self._averaged(metrics)
         self._warn(averaged)
         begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}
-        with _summed([metric for metric in metrics if metric not in averaged], begins, self._communicator):
+        summed = [metric for metric in metrics if metric not in averaged]
+        with self._averaging(averaged), _summed(summed, begins, self._communicator):
             result = read(logs)
-        if result is logs and isinstance(logs, dict):  # returned by the user's own train_step or test_step
-            return {name: self._mean(value) for name, value in logs.items()}
-        for metric in averaged:
-            for name in result:
-                if name == metric.name or name.endswith(f"_{metric.name}"):
-                    result[name] = self._mean(result[name])
-        return result
+            if result is not logs:  # results may be variables, or share their memory, which soon have own values again
+                return keras.tree.map_structure(_copied, result)
+        # Returned by the user's own train_step or test_step.
+        return keras.tree.map_structure(self._mean, logs) if isinstance(logs, dict) else logs
+
+    @contextlib.contextmanager
+    def _averaging(self, metrics: list[Any]) -> Iterator[None]:
+        """Let these metrics return the average of the ranks' results inside this block."""
+        for metric in metrics:
+            vars(metric)["result"] = lambda of=metric.result: keras.tree.map_structure(self._mean, of())
+        try:
+            yield
+        finally:
+            for metric in metrics:
+                vars(metric).pop("result", None)
 
     def _averaged(self, metrics: list[Any]) -> tuple[list[Any], list[Any]]:
         """The metrics whose state is not a sum, for any rank, and those that all ranks met alike. Collective."""
@@ -164,14 +173,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return trial is not None and trial.shows_sum()
 
     def _mean(self, value: Any) -> Any:
-        """Average a number over ranks; return anything else unchanged."""
+        """Average a number or an array over ranks; return anything else unchanged, and arrays of unequal shapes."""
         assert self._communicator is not None
         try:
-            number = np.array([float(keras.ops.convert_to_numpy(value))])
+            array = np.array(_copied(value))
+            numbers = array.astype(np.float64, casting="same_kind").reshape(-1)
         except (TypeError, ValueError):
             return value
-        self._communicator.all_reduce(HostMemory(number, "float64"), Op.AVERAGE)
-        return float(number[0])
+        if array.ndim and len(set(self._communicator.all_gather_object(array.shape))) > 1:
+            return value
+        self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
+        return float(numbers[0]) if array.size == 1 else numbers.reshape(array.shape)
 
     def _warn(self, averaged: list[Any]) -> None:
         assert self._communicator is not None
@@ -210,6 +222,11 @@ def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Co
     finally:
         for variable, value in zip(variables, own, strict=True):
             variable.assign(value)
+
+
+def _copied(value: Any) -> Any:
+    """A tensor, variable or array as an array with memory of its own; any other value itself."""
+    return np.array(keras.ops.convert_to_numpy(value)) if hasattr(value, "dtype") else value
 
 
 def _is_of_keras(metric: Any) -> bool:

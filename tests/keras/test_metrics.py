@@ -34,14 +34,15 @@ def test_one_rank_shows_the_progress_of_evaluate_and_predict(seen):
 @on_ranks("metrics_of_own_classes", "torch", slow=("tensorflow", "jax"))
 def test_whether_a_state_is_a_sum_is_tried(seen):
     for rank, (alone, together) in enumerate(seen):
-        kinds = "loss", "meanerror", "smoothed", "neverreset", "errorofparts"
+        kinds = "loss", "meanerror", "smoothed", "neverreset", "errorofparts", "abovethreshold", "sumoflarge"
         names = [f"{kind} {epoch}" for kind in kinds for epoch in (0, 1)]
         assert {name: together["history"][name] for name in names} == pytest.approx(
             {name: alone["history"][name] for name in names}, rel=1e-5
         )
         assert together["history"] == seen[0][1]["history"]
         assert len(together["said"]) == (rank == 0)
-        assert all("the state of last, movingaverage, halfsum is not a sum" in text for text in together["said"])
+        others = "last, movingaverage, halfsum, besidelarge, lowest"
+        assert all(f"the state of {others} is not a sum" in text for text in together["said"])
         assert together["left"] == []
         # The trial has changed neither the metric's own attributes nor the random numbers.
         assert (together["calls"], together["random"]) == (alone["calls"], alone["random"])

@@ -164,6 +164,48 @@ class HalfSum(Own):
         self.numbers[1].assign(self.larger(keras.ops.abs(y_true)))
 
 
+class BesideLarge(Own):
+    """A moving average, whose numbers are tiny beside those of a sum."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.numbers[0].assign(0.5 * self.numbers[0] + 0.5 * keras.ops.mean(y_true))
+        self.numbers[1].assign_add(2e9)
+
+
+class Lowest(Own):
+    """A minimum, which data from zero on never change, beside a sum."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.numbers[0].assign(keras.ops.minimum(self.numbers[0], keras.ops.min(y_true)))
+        self.numbers[1].assign_add(1.0)
+
+
+class AboveThreshold(Own):
+    """A share above a number of the state that no update changes."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def reset_state(self) -> None:
+        super().reset_state()
+        self.numbers[2].assign(0.25)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.numbers[0].assign_add(keras.ops.sum(keras.ops.cast(y_true > self.numbers[2], "float32")))
+        self.numbers[1].assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+    def result(self) -> Any:
+        return super().result() + self.numbers[2]
+
+
+class SumOfLarge(Own):
+    """A sum that only data far above one change."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.numbers[0].assign_add(keras.ops.sum(keras.ops.where(keras.ops.abs(y_true) > 2.0, 1.0, 0.0)))
+        self.numbers[1].assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+
 @behavior
 def metrics_of_own_classes() -> Any:
     """The metrics of two epochs on all data, and on parts, where some of them are no sums."""
@@ -173,8 +215,9 @@ def metrics_of_own_classes() -> Any:
     x, y = random.normal(size=(32, 5)).astype("float32"), random.normal(size=(32, 1)).astype("float32")
 
     def train(x: Any, y: Any, batch_size: int, *callbacks: Any) -> Any:
-        kinds = MeanError, Smoothed, NeverReset, ErrorOfParts, Last, MovingAverage, HalfSum
-        metrics: list[Any] = [kind() for kind in kinds]
+        sums = MeanError, Smoothed, NeverReset, ErrorOfParts, AboveThreshold, SumOfLarge
+        others = Last, MovingAverage, HalfSum, BesideLarge, Lowest
+        metrics: list[Any] = [kind() for kind in (*sums, *others)]
         keras.utils.set_random_seed(2)
         model = dense(keras.optimizers.SGD(0.0), metrics=metrics)
         with warnings.catch_warnings(record=True) as caught:
