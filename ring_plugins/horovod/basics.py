@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, Literal, NoReturn
-
-import numpy as np
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
@@ -74,7 +71,7 @@ def size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host runs the same number of processes."""
     topology = current().topology
-    return len(set(current().communicator.all_gather_object(topology.local_size))) == 1
+    return len(set(current().communicator.all_gather_object(topology.local_size, "is_homogeneous"))) == 1
 
 
 def _true() -> bool:
@@ -199,10 +196,9 @@ def check_name(kind: str, name: str | None) -> None:
     """
     if name is None or size() == 1:
         return
-    code = zlib.crc32(f"{kind} {name}".encode())
-    if len(set(ring.all_gather(np.array([code], np.int64)).tolist())) > 1:
-        names = ring.all_gather_object(name)
-        texts = ", ".join(f"rank {rank}: name={name!r}" for rank, name in enumerate(names))
+    named = current().communicator.all_gather_object((kind, name), "comparison of names")
+    if len(set(named)) > 1:
+        texts = ", ".join(f"rank {rank}: name={name!r}" for rank, (_, name) in enumerate(named))
         raise MismatchError(
             f"the ranks are in {kind} operations of different names ({texts}). Call named operations in the same order "
             "on all ranks: here they match by order, not by name."

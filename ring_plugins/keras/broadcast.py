@@ -242,10 +242,10 @@ class BroadcastCallback(keras.callbacks.Callback):
         # If the root restored a backup, all ranks continue from there.
         model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
         # A script may give the callback that saves to one rank only.
-        self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights))
+        self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights, "fit"))
         if world.heals and self.write_on_root_only:
             warn_of_lone_writers(self._writers, self._communicator)
-        if any(self._communicator.all_gather_object(backend().is_lazy(model))):
+        if any(self._communicator.all_gather_object(backend().is_lazy(model), "fit")):
             if world.replaces:
                 raise ArgumentError(
                     'with on_failure="replace", a model must be built before fit(), so that a process that takes the '
@@ -267,7 +267,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         assert self._root is not None
         self._settle_writers()  # one of them may restore a backup
         root = self._root.rank_in(self._communicator)
-        return self._communicator.broadcast_object(self._model._initial_epoch, root)
+        return self._communicator.broadcast_object(self._model._initial_epoch, root, operation="initial_epoch")
 
     def _start(self) -> None:
         """Broadcast the root's state and install the averaging."""
@@ -279,7 +279,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         active = self._active()
         # A fit that an exception ended, on this rank or another, has released those of the script's own optimizers.
         released = [averaging.settings.name for averaging in active if averaging.exchange is None]
-        anywhere = set(itertools.chain.from_iterable(self._communicator.all_gather_object(released)))
+        anywhere = set(itertools.chain.from_iterable(self._communicator.all_gather_object(released, "memory of fit")))
         for averaging in active:
             if averaging.settings.name in anywhere:
                 averaging.release()
@@ -363,7 +363,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             return
         if optimizer is self._model.optimizer:
             sharded.share(averaging.variables or self._model.trainable_variables, root.rank_in(self._communicator))
-        elif all(self._communicator.all_gather_object(optimizer.built)):
+        elif all(self._communicator.all_gather_object(optimizer.built, "state of optimizers")):
             sharded.share(averaging.variables, root.rank_in(self._communicator))
         sharded.before_saving = self._request_saving(averaging)
 
@@ -497,7 +497,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         Raises:
             DriftError: the weights differ, and no warning has said so before.
         """
-        decisions = self._communicator.all_gather_object(decisions_of(enclosing_list(self)))
+        decisions = self._communicator.all_gather_object(decisions_of(enclosing_list(self)), "end of epoch")
         told = differing_decisions(decisions, self._communicator.ranks)
         remedy = (
             "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all "

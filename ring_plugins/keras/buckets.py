@@ -224,7 +224,7 @@ class HostBuckets:
         shares = self._control()
         if not np.logical_and(shares[:_BITS], shares[_BITS:]).any():
             return
-        rates = self._communicator.all_gather_object(rate)
+        rates = self._communicator.all_gather_object(rate, "learning rate")
         by_rank = ", ".join(
             f"rank {rank}: {one:.7g}" for rank, one in zip(self._communicator.ranks, rates, strict=True)
         )

@@ -159,7 +159,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             (metric.name in self.averaged or not self._is_sum(metric), trial is not None and trial.met)
             for metric, trial in zip(metrics, trials, strict=True)
         ]
-        found = list(zip(*self._communicator.all_gather_object(own), strict=True))
+        found = list(zip(*self._communicator.all_gather_object(own, "MetricAverageCallback"), strict=True))
         averaged = [metric for metric, ranks in zip(metrics, found, strict=True) if any(flag for flag, _ in ranks)]
         alike = [metric for metric, ranks in zip(metrics, found, strict=True) if len({met for _, met in ranks}) == 1]
         return averaged, alike

@@ -421,7 +421,7 @@ def _check_shuffles(dataset: Any) -> None:
             "data was shuffled without a seed, in a different order on each rank; pass seed to Dataset.shuffle and "
             "Dataset.list_files, or pass shuffle to shard()."
         )
-    by_rank = connect().communicator.all_gather_object(seeds)
+    by_rank = connect().communicator.all_gather_object(seeds, "shuffles of shard")
     if any(other != by_rank[0] for other in by_rank):
         raise MismatchError(
             f"data was shuffled with different seeds on the ranks: {by_rank}. TensorFlow includes the global seed, so "

@@ -236,7 +236,7 @@ class ShardedUpdates:
 
     def _share(self, variables: list[Any], root: int | None, communicator: Communicator) -> None:
         kind = "in parts" if self._is_shared else self._kind()
-        kinds = communicator.all_gather_object(kind)
+        kinds = communicator.all_gather_object(kind, "sharded optimizer")
         if (root is None or "in parts" in kinds) and len(set(kinds)) > 1:
             raise MismatchError(
                 f"the state of an optimizer that is to be sharded is {', '.join(kinds)}, in rank order. Build it, and "
@@ -283,7 +283,9 @@ class ShardedUpdates:
 
     def _check_same_step(self, communicator: Communicator) -> None:
         """Check that all ranks' parts are of the same step, after a `fit` that an exception ended."""
-        steps = communicator.all_gather_object((int(value_of(self._optimizer._iterations)), self._loaded))
+        steps = communicator.all_gather_object(
+            (int(value_of(self._optimizer._iterations)), self._loaded), "steps of sharded optimizer"
+        )
         if len(set(steps)) > 1:
             raise MismatchError(
                 f"an exception ended the last fit of a sharded optimizer after {[step for step, _ in steps]} steps, in "
@@ -296,7 +298,7 @@ class ShardedUpdates:
         sums = [self._loaded]
         if self._kind() == "whole":
             sums += [checksum(value_of(variable)) for variable in self._optimizer.variables]
-        if len(set(communicator.all_gather_object(tuple(sums)))) > 1:
+        if len(set(communicator.all_gather_object(tuple(sums), "state of sharded optimizer"))) > 1:
             raise MismatchError(
                 "the states of an optimizer that is to be sharded differ among ranks. Load the same checkpoint on all "
                 "ranks, or call broadcast_variables(model) before the first step."

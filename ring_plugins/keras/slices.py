@@ -132,7 +132,7 @@ class SliceGather:
         self._communicator.all_gather(self._own_description, self._descriptions, [1] * self._communicator.size)
         if (self._descriptions.array == description).all():
             return
-        by_rank = self._communicator.all_gather_object(options)
+        by_rank = self._communicator.all_gather_object(options, "options of optimizer")
         for key in options:
             values = [theirs.get(key) for theirs in by_rank]
             if len(set(map(repr, values))) > 1:

@@ -177,7 +177,7 @@ def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, commu
 def _is_equal(variables: Sequence[Any], communicator: Communicator) -> bool:
     """Whether all ranks have the same values. Collective."""
     checksums = [checksum(value_of(variable)) for variable in variables]
-    return all(other == checksums for other in communicator.all_gather_object(checksums))
+    return all(other == checksums for other in communicator.all_gather_object(checksums, "comparison of weights"))
 
 
 def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
@@ -188,10 +188,10 @@ def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:
     """
     # Paths are only for the message: automatic layer names have a counter per process.
     kinds = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
-    if len(set(communicator.all_gather_object(zlib.crc32(repr(kinds).encode())))) == 1:
+    if len(set(communicator.all_gather_object(zlib.crc32(repr(kinds).encode()), "broadcast_variables"))) == 1:
         return
     paths = [getattr(variable, "path", variable.name) for variable in variables]
-    by_rank = communicator.all_gather_object(list(zip(paths, kinds, strict=True)))
+    by_rank = communicator.all_gather_object(list(zip(paths, kinds, strict=True)), "broadcast_variables")
     for i in range(max(map(len, by_rank))):
         at_i = [found[i] if i < len(found) else None for found in by_rank]
         if len({found and found[1] for found in at_i}) > 1:
@@ -211,7 +211,9 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
         communicator: communicator of all ranks.
     """
     values = [value_of(variable) for variable in variables]
-    checksums = communicator.all_gather_object([zlib.crc32(host_array(value)[0].tobytes()) for value in values])
+    checksums = communicator.all_gather_object(
+        [zlib.crc32(host_array(value)[0].tobytes()) for value in values], "average_variables"
+    )
     for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
         if len({of_rank[i] for of_rank in checksums}) == 1:
             continue

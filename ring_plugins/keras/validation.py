@@ -104,7 +104,7 @@ def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> No
         MismatchError: the rates differ.
     """
     own = [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in updating_optimizers(optimizer)]
-    rates = communicator.all_gather_object(own[0] if len(own) == 1 else tuple(own))
+    rates = communicator.all_gather_object(own[0] if len(own) == 1 else tuple(own), "learning rates")
     if len(set(rates)) > 1:
         raise MismatchError(
             f"learning rates differ among ranks: {rates}, in rank order. A callback such as ReduceLROnPlateau used "
@@ -120,7 +120,7 @@ def check_equal_optimizers(optimizer: Any, communicator: Communicator) -> None:
     Raises:
         MismatchError: they differ.
     """
-    by_rank = communicator.all_gather_object(_options_of(optimizer))
+    by_rank = communicator.all_gather_object(_options_of(optimizer), "optimizers")
     if None in by_rank or all(options == by_rank[0] for options in by_rank):
         return
     names = dict.fromkeys(name for options in by_rank for name in options)
@@ -333,7 +333,7 @@ def all_use_nccl(is_here: bool, framework: str, variable: str, communicator: Com
     Raises:
         MismatchError: some ranks do, and others do not.
     """
-    where = communicator.all_gather_object(is_here)
+    where = communicator.all_gather_object(is_here, "choice of NCCL")
     if len(set(where)) > 1:
         lacking = [rank for rank, is_there in zip(communicator.ranks, where, strict=True) if not is_there]
         raise MismatchError(
@@ -345,7 +345,7 @@ def all_use_nccl(is_here: bool, framework: str, variable: str, communicator: Com
 
 def _check_equal(value: Any, communicator: Communicator, problem: str, remedy: str) -> None:
     """Raise MismatchError with every rank's value if they differ. Collective."""
-    values = communicator.all_gather_object(value)
+    values = communicator.all_gather_object(value, "arguments")
     if len(set(values)) > 1:
         by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(communicator.ranks, values, strict=True))
         raise MismatchError(f"{problem} ({by_rank}). {remedy}")

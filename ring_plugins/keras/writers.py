@@ -131,7 +131,7 @@ for _name in _HOOKS:
 def warn_of_lone_writers(writers: Sequence[HeldWriter], communicator: Communicator[Any]) -> None:
     """Warn, on a rank whose callbacks would have no successor because other ranks lack them. Collective."""
     kinds = [type(held.writer).__name__ for held in writers if held._kind is not keras.callbacks.ProgbarLogger]
-    everywhere = set(kinds).intersection(*communicator.all_gather_object(kinds))
+    everywhere = set(kinds).intersection(*communicator.all_gather_object(kinds, "warn_of_lone_writers"))
     lone = sorted(set(kinds) - everywhere - _warned)
     _warned.update(lone)
     if lone:

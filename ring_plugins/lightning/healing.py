@@ -23,6 +23,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.elastic.changes import MembershipChange
+from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.world import current
 from ring_plugins.lightning.environment import set_rank_zero
 from ring_plugins.lightning.joining import MeetingPoint
@@ -111,7 +112,13 @@ def _gather(value: Tensor, group: Any = None) -> list[Tensor]:
     """As ``torchmetrics.utilities.distributed.gather_all_tensors``."""
     if group is not None:
         raise ArgumentError('a metric of a process group does not support on_failure="continue"; leave the group out.')
-    return ring.all_gather_object(value.detach())
+    return gather_tensors(value)
+
+
+@all_or_none
+def gather_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks that are left, which may have different shapes."""
+    return current().communicator.all_gather_object(tensor.detach(), "gather of tensors")
 
 
 def _sync(metric: Any, *args: Any, **options: Any) -> None:
@@ -129,7 +136,9 @@ def _sync(metric: Any, *args: Any, **options: Any) -> None:
 
 def broadcast_object(item: T, src: int) -> T:
     """The object of a rank, on all ranks; if that rank is lost meanwhile, of the one that takes its number."""
-    result: T = repeated(lambda: current().communicator.broadcast_object(item, min(src, ring.size() - 1)))
+    result: T = repeated(
+        lambda: current().communicator.broadcast_object(item, min(src, ring.size() - 1), operation="strategy.broadcast")
+    )
     return result
 
 
@@ -163,4 +172,4 @@ def reduced_if_all_had(tensor: Tensor, op: ring.Op, size: int) -> Tensor:
 
 def all_gather(tensor: Tensor) -> Tensor:
     """Stack the tensors of all ranks that are left."""
-    return torch.stack(ring.all_gather_object(tensor.detach()))
+    return torch.stack(gather_tensors(tensor))

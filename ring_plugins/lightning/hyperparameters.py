@@ -27,7 +27,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError
-from ring_plugins.core.functions import all_gather_object
+from ring_plugins.core.world import current
 from ring_plugins.observe.drift import is_check_wanted
 
 #: Words of names for what each rank may have for itself: its place, its files, its random numbers, what it prints.
@@ -58,9 +58,10 @@ def check_equal(trainer: Any) -> None:
         return
     own = dict(_found(trainer))
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
-    if len(set(all_gather_object(digest))) == 1:
+    gather, operation = current().communicator.all_gather_object, "comparison of hyperparameters"
+    if len(set(gather(digest, operation))) == 1:
         return
-    first, *others = all_gather_object(own)
+    first, *others = gather(own, operation)
     for rank, theirs in enumerate(others, start=1):
         differing = [name for name, text in first.items() if theirs.get(name, text) != text]
         if differing:

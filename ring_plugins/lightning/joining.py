@@ -119,7 +119,11 @@ class MeetingPoint:
         fit_loop._combined_loader = fit_loop.epoch_loop.val_loop._combined_loader = None
         fit_loop.setup_data()
         told = dict(
-            zip(communicator.ranks, communicator.all_gather_object(self._trainer.num_training_batches), strict=True)
+            zip(
+                communicator.ranks,
+                communicator.all_gather_object(self._trainer.num_training_batches, "number of batches"),
+                strict=True,
+            )
         )
         if len(set(told.values())) > 1:
             raise MismatchError(
@@ -264,7 +268,7 @@ class MeetingPoint:
             states: a member's, in a process that has joined.
         """
         own = None if states is not None else {name: _digest(state) for name, state in _random_states().items()}
-        found = [one for one in current().communicator.all_gather_object(own) if one is not None]
+        found = [one for one in current().communicator.all_gather_object(own, "random numbers") if one is not None]
         for name, state in (states or {}).items():
             if len({of_member[name] for of_member in found}) == 1:
                 _TAKE_STATE[name](state)

@@ -201,7 +201,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             item = healing.broadcast_object(obj, src)
             _tell_losses()
             return item
-        result: T = world.current().communicator.broadcast_object(obj, root=src)
+        result: T = world.current().communicator.broadcast_object(obj, root=src, operation="strategy.broadcast")
         return result
 
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:

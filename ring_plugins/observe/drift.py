@@ -160,15 +160,15 @@ def _unequal(sums: Sequence[int], communicator: Communicator[Any]) -> list[list[
     digest = hashlib.blake2b(repr(list(sums)).encode(), digest_size=7).digest()
     mine = int.from_bytes(digest, "little")
     if isinstance(communicator, DeviceCommunicator):  # reduces the memory of its GPU only
-        if len(set(communicator.all_gather_object(mine))) == 1:
+        if len(set(communicator.all_gather_object(mine, "check of weights"))) == 1:
             return None
-        return communicator.all_gather_object([int(value) for value in sums])
+        return communicator.all_gather_object([int(value) for value in sums], "check of weights")
     # The maximum of -x is minus the minimum of x, so one reduction tells whether all are equal.
     extremes = np.array([mine, -mine], np.int64)
     communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
     if extremes[0] == -extremes[1]:
         return None
-    by_rank: list[list[int]] = communicator.all_gather_object([int(value) for value in sums])
+    by_rank: list[list[int]] = communicator.all_gather_object([int(value) for value in sums], "check of weights")
     # With on_failure="continue", the rank that differed may have died since.
     return None if all(of_rank == by_rank[0] for of_rank in by_rank) else by_rank
 

@@ -14,7 +14,7 @@ from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.elastic.root import Root
-from ring_plugins.core.functions import all_gather_object, all_or_none, broadcast, broadcast_object
+from ring_plugins.core.functions import all_or_none, broadcast
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu, known_bytes, streams
@@ -92,7 +92,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     for leaf in tree_leaves(state):
         if isinstance(leaf, torch.Tensor):
             check_plain(leaf, "a tensor of the optimizer's state")
-    described = broadcast_object(tree_map_only(torch.Tensor, Placeholder, state), source.rank_in(communicator))
+    placeholders = tree_map_only(torch.Tensor, Placeholder, state)
+    described = communicator.broadcast_object(placeholders, source.rank_in(communicator), "broadcast_optimizer_state")
     if not source.is_here():
         state = tree_map_only(Placeholder, Placeholder.empty, described)
     _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], source)
@@ -145,7 +146,7 @@ def _check_equal(described: list[tuple[str, str, tuple[int, ...], str]]) -> None
     A tensor that is on the CPU of one rank and on the GPU of another would be broadcast by two communicators, in each
     of which a rank waits for the other.
     """
-    by_rank = all_gather_object(described)
+    by_rank = current().communicator.all_gather_object(described, "broadcast_parameters")
     for other, theirs in enumerate(by_rank):
         if theirs == by_rank[0]:
             continue

@@ -187,7 +187,7 @@ class BucketSets:
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too
         self.claim.take((name, p) for name, p in self.named if p.requires_grad)
         conflict = self.claim.conflict(self.claim.older())
-        self._is_contested = any(self._communicator.all_gather_object(conflict))
+        self._is_contested = any(self._communicator.all_gather_object(conflict, "buckets"))
         if not self._hooks.fit(buckets):
             self._put_hooks()
         return buckets
@@ -239,7 +239,7 @@ class BucketSets:
         if not self._is_contested:
             return
         conflict = self.claim.conflict(still_there(self.claim.older()))
-        conflicts = self._communicator.all_gather_object(conflict)
+        conflicts = self._communicator.all_gather_object(conflict, "owner of gradients")
         if any(conflicts):
             raise refusal(conflicts, self._communicator.ranks)
         self._is_contested = False

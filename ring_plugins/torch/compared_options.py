@@ -188,7 +188,8 @@ class ComparedOptions:
             DriftError: their weights differ.
         """
         told = communicator.all_gather_object(
-            (self.place.values, self.updates, self.text, trained, self._compared_weights)
+            (self.place.values, self.updates, self.text, trained, self._compared_weights),
+            "options that differ",
         )
         (places, updates, texts, names, weights), ranks = zip(*told, strict=True), communicator.ranks
         error = trained_error(names, ranks) or place_error(places, ranks) or updates_error(updates, ranks)
@@ -215,7 +216,9 @@ class ComparedOptions:
     def likely_causes(self, communicator: Communicator[Any]) -> str:
         """Why weights differ, as far as the ranks know, and what to do. Collective."""
         assert self.weights is not None
-        fixed, hints = zip(*communicator.all_gather_object((self._fixed(), self.weights.hints())), strict=True)
+        fixed, hints = zip(
+            *communicator.all_gather_object((self._fixed(), self.weights.hints()), "causes of differences"), strict=True
+        )
         other = other_options(fixed, communicator.ranks)
         return f"The optimizers differ: {other}. Set the same on all ranks." if other else likely_causes(hints)
 
@@ -328,7 +331,9 @@ def check_equal_options(groups: Iterable[Mapping[str, Any]], communicator: Commu
     Raises:
         MismatchError: they differ among ranks.
     """
-    if found := other_options(communicator.all_gather_object(fixed_options(groups)), communicator.ranks):
+    if found := other_options(
+        communicator.all_gather_object(fixed_options(groups), "options of optimizer"), communicator.ranks
+    ):
         raise MismatchError(
             f"the optimizers differ among ranks: {found}. Equal gradients would become different updates. Make the "
             "same optimizer on all ranks, and set its options alike."

@@ -71,7 +71,8 @@ def all_gather(x: torch.Tensor) -> torch.Tensor:
     shape = x.shape
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        rows[:] = functions.all_gather(torch.tensor([x.shape[0] if x.dim() else 1])).tolist()
+        own = x.shape[0] if x.dim() else 1
+        rows[:] = current().communicator.all_gather_object(own, "ring_plugins.torch.all_gather")
         return torch.as_tensor(functions.all_gather(x))
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,9 @@ def all_to_all(x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Te
     received: list[int] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        received[:] = functions.all_to_all(torch.tensor(sent)).tolist()
+        communicator = current().communicator
+        by_rank = communicator.all_gather_object(sent, "ring_plugins.torch.all_to_all")
+        received[:] = [theirs[communicator.rank] for theirs in by_rank]
         return torch.as_tensor(functions.all_to_all(x, sent))
 
     return _apply("all_to_all", x, forward, lambda gradient: all_to_all(gradient, received))
@@ -186,7 +189,7 @@ def _check_order(name: str, number: int) -> None:
     """Raise on all ranks unless all are in the backward of the same collective; collective."""
     if current().topology.size == 1:
         return
-    by_rank = functions.all_gather_object((name, number))
+    by_rank = current().communicator.all_gather_object((name, number), "backward")
     if len(set(by_rank)) > 1:
         calls = ", ".join(f"rank {rank}: {name} (number {number})" for rank, (name, number) in enumerate(by_rank))
         raise MismatchError(

@@ -117,7 +117,7 @@ class WeightsInStep:
     def difference(self, communicator: Communicator[Any]) -> str:
         """Which weights differ now, "" if none does. Collective."""
         names, sums = self._checksums()
-        by_rank = communicator.all_gather_object(sums)
+        by_rank = communicator.all_gather_object(sums, "check of weights")
         is_equal = all(of_rank == by_rank[0] for of_rank in by_rank)
         return "" if is_equal else what_differs(names, by_rank, communicator.ranks)
 

@@ -540,7 +540,7 @@ class GradientBuckets:
 
     def _agree_on_sparse(self) -> list[int]:
         """The entries for which some rank has a sparse gradient."""
-        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse))
+        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse), "sparse gradients")
         self._found_sparse = set()
         return sorted({i for found in by_rank for i in found})
 

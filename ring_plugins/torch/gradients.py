@@ -161,7 +161,7 @@ class GradientAverager:
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
-            if self._communicator.broadcast_object(is_wanted(autotune)):
+            if self._communicator.broadcast_object(is_wanted(autotune), operation="GradientAverager"):
                 self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with)
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
@@ -620,9 +620,11 @@ class GradientAverager:
     def _tune(self, tuner: BucketTuner) -> None:
         """Choose the bucket sizes of the next step while other sizes are being tried."""
         if not tuner.finished and tuner.step_ended(time.perf_counter()):
-            times = self._communicator.all_gather_object(tuner.times)
+            times = self._communicator.all_gather_object(tuner.times, "autotune")
             is_first = self._communicator.rank == 0
-            tuner.adopt(self._communicator.broadcast_object(tuner.decide(times) if is_first else None))
+            tuner.adopt(
+                self._communicator.broadcast_object(tuner.decide(times) if is_first else None, operation="autotune")
+            )
         self._sets.resize(tuner.sizes)
         if tuner.finished:
             self._tuner = None
@@ -731,7 +733,7 @@ def _communicator_for(named: Iterable[Named]) -> Communicator[Any]:
     if world.topology.size == 1:
         return world.new_communicator("gradients")
     global _made
-    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made)), strict=True)
+    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made), "new averager"), strict=True)
     _made = max(made) + 1
     name = "gradients" if _made == 1 else f"gradients {_made}"
     if len(set(kinds)) > 1:

@@ -410,7 +410,7 @@ class _SlicedUpdates:
                 is_sparse = gradient is not None and gradient.is_sparse and not self._whole_tensors
                 own[f"the gradient of {name}"] = "None" if gradient is None else "sparse" if is_sparse else "there"
         own["the loaded state"] = f"number {self._adopted}"
-        by_rank = self._communicator.all_gather_object(own)
+        by_rank = self._communicator.all_gather_object(own, "gradients of sharded optimizer")
         for key in own:
             values = [theirs.get(key, "missing") for theirs in by_rank]
             if len(set(values)) > 1:
@@ -477,7 +477,9 @@ class _SlicedUpdates:
                 for mine in slices.state_by_round(self._state):
                     parts = self._communicator.start(
                         "state_dict() of a sharded optimizer, which all ranks have to call",
-                        lambda mine=mine: self._communicator.all_gather_object(mine),  # type: ignore[misc]
+                        lambda mine=mine: self._communicator.all_gather_object(  # type: ignore[misc]
+                            mine, "state_dict"
+                        ),
                     ).wait()
                     if to is None or to == rank:
                         whole.update(_join(slices, parts))

@@ -97,7 +97,8 @@ class SkippedSteps:
             except RingError as error:
                 current().fail(error)
                 raise
-        failures = self._communicator.all_gather_object(failure)  # from now on, `ranks` lacks those that died in it
+        failures = self._communicator.all_gather_object(failure, "skip_step_on")
+        # From now on, `ranks` lacks those that died in it.
         failed = {r: found for r, found in zip(self._communicator.ranks, failures, strict=True) if found is not None}
         reasons = "; ".join(f"rank {rank}: {found.reason}" for rank, found in failed.items())
         reasons = reasons or "the rank that could not has died"

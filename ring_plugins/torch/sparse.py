@@ -30,7 +30,7 @@ def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> 
         gradient = gradient.detach()
         gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     own = (0, None) if gradient is None else (gradient._nnz(), gradient.sparse_dim())
-    by_rank = communicator.all_gather_object(own)
+    by_rank = communicator.all_gather_object(own, "sparse gradients average")
     counts = [rows for rows, _ in by_rank]
     dimensions = {sparse_dim for _, sparse_dim in by_rank if sparse_dim is not None}
     if not dimensions:

@@ -226,7 +226,9 @@ class TrainingState:
         common_place.take(self._integers())
         communicator = current().communicator
         if not was_compared and communicator.size > 1:
-            error = place_error(communicator.all_gather_object(common_place.values), communicator.ranks)
+            error = place_error(
+                communicator.all_gather_object(common_place.values, "TrainingState"), communicator.ranks
+            )
             if error:
                 raise error
 

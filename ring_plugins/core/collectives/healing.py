@@ -360,14 +360,18 @@ class HealingCommunicator(HostCommunicator):
     def broadcast(self, memory: HostMemory, root: int) -> None:
         self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast(memory, root))
 
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        return self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast_object(item, root))
+    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
+        return self._repeat_with(
+            root, lambda root: super(HealingCommunicator, self).broadcast_object(item, root, operation)
+        )
 
     def barrier(self) -> None:
         repeated(lambda: self._confirmed(super(HealingCommunicator, self).barrier))
 
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return repeated(lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_gather_object(item)))
+    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
+        return repeated(
+            lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_gather_object(item, operation))
+        )
 
     # Repeated by callers, which know the new sizes ------------------------------------------------
 

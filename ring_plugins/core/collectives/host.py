@@ -250,10 +250,10 @@ class HostCommunicator:
     def barrier(self) -> None:
         self._executor.run(fingerprint("barrier"), self._bytes.barrier)
 
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
         check_rank(root, self)
         return self._executor.run(
-            fingerprint("broadcast_object", detail=f"root {root}"), self._broadcast_object, item, root
+            fingerprint(operation or "broadcast_object", detail=f"root {root}"), self._broadcast_object, item, root
         )
 
     def _broadcast_object(self, item: Any, root: int, operation: Fingerprint) -> Any:
@@ -265,8 +265,8 @@ class HostCommunicator:
         self._bytes.broadcast(data, root, operation)
         return item if self.rank == root else pickle.loads(data.data)
 
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return self._executor.run(fingerprint("all_gather_object"), self._all_gather_object, item)
+    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
+        return self._executor.run(fingerprint(operation or "all_gather_object"), self._all_gather_object, item)
 
     def _all_gather_object(self, item: Any, operation: Fingerprint) -> list[Any]:
         data = _pickled(item)
@@ -317,7 +317,7 @@ class HostCommunicator:
         Raises:
             MismatchError: the ranks ask for different sizes.
         """
-        sizes = self.all_gather_object(nbytes)
+        sizes = self.all_gather_object(nbytes, "allocate")
         if len(set(sizes)) > 1:
             raise MismatchError(f"allocate(nbytes) must be equal on all ranks; got {sizes} in rank order.")
         return self._executor.run(fingerprint("allocate", "bytes", nbytes), self._allocate, nbytes)

@@ -72,11 +72,11 @@ class SingleCommunicator:
     def barrier(self) -> None:
         pass
 
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
         check_rank(root, self)
         return item
 
-    def all_gather_object(self, item: Any) -> list[Any]:
+    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
         return [copy.deepcopy(item)]
 
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:

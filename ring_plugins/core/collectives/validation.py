@@ -145,7 +145,7 @@ def exchange_rows(
     Raises:
         MismatchError: trailing dimensions or dtypes differ; all ranks raise it, and may continue.
     """
-    gathered = communicator.all_gather_object((tuple(rows), tuple(trailing), dtype))
+    gathered = communicator.all_gather_object((tuple(rows), tuple(trailing), dtype), collective)
     if len({item[1:] for item in gathered}) > 1:
         shapes = ", ".join(
             f"rank {rank}: ({', '.join(map(str, ('*', *item[1])))}) {item[2]}"

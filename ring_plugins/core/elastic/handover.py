@@ -101,7 +101,7 @@ def hand_over(
             raise PeerFailed(text, joined[0])
         is_mine = everyone.ranks[everyone.rank] == giver
         told = _packed(state, untold_changes()) if is_mine else None
-        needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver))
+        needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver), operation="handover")
         if not problem:
             send(needed, lambda: everyone.ranks.index(giver))
 

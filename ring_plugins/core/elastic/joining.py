@@ -70,7 +70,8 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     with peers.own.ready_to_admit():
         start, waiting = repeated(
             lambda: world.communicator.broadcast_object(
-                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()])
+                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()]),
+                operation="admit",
             )
         )
     members = world.processes.occupants(peers)
@@ -167,7 +168,7 @@ def if_different(value: Any) -> dict[int, Any] | None:
         value: of this rank; can be pickled and compared.
     """
     communicator = current().communicator
-    by_rank = communicator.all_gather_object(value)
+    by_rank = communicator.all_gather_object(value, "comparison of what ranks have")
     is_same = all(one == by_rank[0] for one in by_rank)
     return None if is_same else dict(zip(communicator.ranks, by_rank, strict=True))
 

@@ -101,7 +101,7 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
     mesh, joined, elastic = _mesh(world), join_point.joined, world.elastic
     while True:
         began, shares = time.monotonic(), world.processes.shares
-        by_member = world.communicator.all_gather_object(_waiting_here(world))
+        by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
         taken = world.processes.taken_seats
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
         # Data has no shares that nobody ever had, so seats beyond those are taken in order.

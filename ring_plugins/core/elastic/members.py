@@ -286,7 +286,7 @@ class Elastic:
         """
         began, processes = time.monotonic(), self._processes
         own = (processes.own if self.notice.given else None, self._sees_newcomers())
-        asked, seen = zip(*self._job.communicator.all_gather_object(own), strict=True)
+        asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.awaited = self.awaited.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
         left = [rank for rank in processes.ranks if rank not in leaving]

@@ -229,11 +229,11 @@ class DeviceCommunicator:
         self.synchronize()
         self._host.barrier()
 
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        return self._host.broadcast_object(item, root)
+    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
+        return self._host.broadcast_object(item, root, operation)
 
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return self._host.all_gather_object(item)
+    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
+        return self._host.all_gather_object(item, operation)
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Not offered: the memory of a GPU is the framework's to allocate.

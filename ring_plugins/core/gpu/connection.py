@@ -92,7 +92,9 @@ class NcclConnection:
         nccl = self._nccl
         share = config.SHARE_GPU.get()
         gpu = gpu_identity(self._driver, self._device)
-        infos = [RankInfo(*info) for info in host.all_gather_object((nccl.version, nccl.path, gpu, share))]
+        infos = [
+            RankInfo(*info) for info in host.all_gather_object((nccl.version, nccl.path, gpu, share), "connect NCCL")
+        ]
         check_versions(infos, host.ranks)
         check_gpus(infos, host.ranks)
         if share:
@@ -101,7 +103,9 @@ class NcclConnection:
         # `ncclCommSplit` would save this bootstrap, but all ranks of the older communicator must call it, with nothing
         # under way there. A group is made by its members alone, while other threads reduce gradients. And where split
         # communicators share channels, aborting one may break all.
-        unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0)
+        unique_id = host.broadcast_object(
+            nccl.unique_id() if host.rank == 0 else None, root=0, operation="connect NCCL"
+        )
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):
             nccl.call(
@@ -131,7 +135,7 @@ class NcclConnection:
             return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: connecting by NCCL")
-        connected = host.all_gather_object(self._nccl.state(communicator) == SUCCESS)
+        connected = host.all_gather_object(self._nccl.state(communicator) == SUCCESS, "wait for NCCL")
         missing = [rank for rank, is_connected in zip(host.ranks, connected, strict=True) if not is_connected]
         if missing:
             raise TimeoutExceeded(

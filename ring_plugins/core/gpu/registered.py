@@ -128,7 +128,7 @@ class RegisteredPool:
         """
         size = -(-nbytes // _GRANULARITY) * _GRANULARITY
         free = next((i for i, block in enumerate(self._blocks) if not block.is_used and block.nbytes == size), -1)
-        found = self._host.all_gather_object((nbytes, free))
+        found = self._host.all_gather_object((nbytes, free), "allocate on GPUs")
         if len({wanted for wanted, _ in found}) > 1:
             raise MismatchError(
                 f"{self._name}: {name_ranks(self._host.ranks)} allocate {[wanted for wanted, _ in found]} bytes of "
@@ -137,7 +137,7 @@ class RegisteredPool:
         if free >= 0 and {place for _, place in found} == {free}:
             return self._blocks[free].hand_out(nbytes, self._device)
         block, error = self._new_block(size)
-        offers = self._host.all_gather_object((block is not None, self._best_kind(), error))
+        offers = self._host.all_gather_object((block is not None, self._best_kind(), error), "allocate on GPUs")
         if block is None or not all(has for has, _, _ in offers):
             if block is not None:
                 self._nccl.call("ncclMemFree", block.pointer)
@@ -180,7 +180,7 @@ class RegisteredPool:
                 except DeviceError as raised:
                     error = str(raised)
                 block.handle = int(handle.value or 0)
-            outcomes = self._host.all_gather_object((bool(block.handle), error))
+            outcomes = self._host.all_gather_object((bool(block.handle), error), "register with NCCL")
             haves = [bool(has) for has, _ in outcomes]
             if all(haves):
                 self._tell(haves, [], "")

@@ -206,10 +206,10 @@ class FusionPlan:
         Raises:
             MismatchError: they differ; the text names the first tensor that does, and which ranks have what.
         """
-        fingerprints = communicator.all_gather_object(self.fingerprint)
+        fingerprints = communicator.all_gather_object(self.fingerprint, "gradients to average")
         if len(set(fingerprints)) == 1:
             return
-        plans = communicator.all_gather_object((self.entries, self.sizes))
+        plans = communicator.all_gather_object((self.entries, self.sizes), "gradients to average")
         raise MismatchError(_difference(plans, communicator.ranks))
 
 

@@ -208,7 +208,7 @@ def choose_overlap(wanted: Wanted, has_room: bool, communicator: Communicator[An
     Raises:
         ArgumentError: `wanted`, or RING_OVERLAP, is none of the choices.
     """
-    answers = communicator.all_gather_object((chosen_overlap(wanted), has_room))
+    answers = communicator.all_gather_object((chosen_overlap(wanted), has_room), "choice of overlap")
     choice = answers[0][0]
     if choice == "auto":
         expected = all(room for _, room in answers)

@@ -141,7 +141,7 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
         gradient = tf.IndexedSlices(gradient, tf.range(rows), tf.shape(gradient))
 
     def gather(indices: Array, values: Array) -> tuple[Array, Array]:
-        counts = communicator.all_gather_object(len(indices))
+        counts = communicator.all_gather_object(len(indices), "sparse gradients")
         row = int(np.prod(values.shape[1:], dtype=np.int64))
         all_indices = np.empty(sum(counts), indices.dtype)
         all_values = np.empty((sum(counts), *values.shape[1:]), values.dtype)

@@ -248,6 +248,8 @@ def _array(tensor: torch.Tensor) -> Array:
 def offset_seed(communicator: Communicator, root: Root) -> None:
     """See the protocol. torch's dropout uses the global generator. The root keeps its state."""
     own = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    digest: int = repeated(lambda: communicator.broadcast_object(own, root.rank_in(communicator)))
+    digest: int = repeated(
+        lambda: communicator.broadcast_object(own, root.rank_in(communicator), operation="offset_seed")
+    )
     if not root.is_here():
         torch.manual_seed(digest + communicator.ranks[communicator.rank])

@@ -59,7 +59,7 @@ def test_the_first_difference_is_named_with_its_ranks():
 
 def test_different_plans_are_an_error():
     class Two(SingleCommunicator):
-        def all_gather_object(self, item):
+        def all_gather_object(self, item, operation=""):
             return [item, "different" if isinstance(item, str) else (plan(9).entries, SIZES)]
 
     two = Two("two")
