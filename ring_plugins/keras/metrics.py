@@ -266,6 +266,7 @@ class Trial:
         self._found: bool | None = None
         self._start: list[Array] = []
         self._is_reset: list[bool] = []
+        self._is_moved: list[bool] = []  # by the trial
         self._was_reset = False
 
     def watch(self) -> None:
@@ -300,6 +301,18 @@ class Trial:
         Args:
             is_met_alike: whether all ranks had the same state when this began. What a rank had added by itself counts.
         """
+        if not self._start:
+            return []
+        metric = self._metric()
+        assert metric is not None
+        return [  # what the trial has not moved no rank has
+            begin if is_moved else value_of(variable)
+            for begin, is_moved, variable in zip(
+                self._begins(is_met_alike), self._is_moved, metric.variables, strict=True
+            )
+        ]
+
+    def _begins(self, is_met_alike: bool) -> list[Array]:
         initial = self._initial if is_met_alike and len(self._initial) == len(self._start) else None
         return [
             start if self._was_reset and is_reset else np.zeros_like(start) if initial is None else initial[i]
@@ -307,50 +320,55 @@ class Trial:
         ]
 
     def shows_sum(self) -> bool:
-        """Whether the state is a sum; False as long as `update_state` has not been called, or if it cannot be tried."""
+        """Whether the state is a sum, as far as this rank's data have changed it.
+
+        False as long as `update_state` has not been called, and if it cannot be tried, or if a variable has changed
+        that no made-up data change, such as a maximum of what they do not reach.
+        """
+        metric = self._metric()
+        assert metric is not None
         if self._found is None and self._given is not None:
-            metric = self._metric()
-            assert metric is not None
             was_reset = self._was_reset
             with _undisturbed(metric):
                 self._found = self._try(metric)
             self._was_reset = was_reset
-        return bool(self._found)
+        if not self._found:
+            return False
+        variables = zip(metric.variables, self._begins(True), self._is_moved, strict=True)
+        return all(is_moved or np.array_equal(value_of(variable), begin) for variable, begin, is_moved in variables)
 
     def _try(self, metric: Any) -> bool:
-        has_changed = False
         try:
             begin = [_begin(metric, offset) for offset in (0, 1)]
         except Exception:
             return False
         is_reset = [np.array_equal(one, other) for one, other in zip(*begin, strict=True)]
         start = [one if whether else np.zeros_like(one) for one, whether in zip(begin[0], is_reset, strict=True)]
+        is_moved = [False] * len(start)
         generator = np.random.default_rng(0)
-        for scale in (1.0, 10.0, 0.1):
+        for scales in ((1.0, 1.0), (1.0, 10.0), (1.0, 0.1), (1e3, 1e3)):
             try:
-                batches = [self._batch(generator, by) for by in (1.0, scale, 1.0)]
+                batches = [self._batch(generator, by) for by in (*scales, 1.0)]
                 states = [start]
                 for args, options in batches[1:]:
                     states.append(_updated(metric, states[-1], args, options))
                 args, options = batches[0]
-                added = [_difference(_updated(metric, state, args, options), state) for state in states]
+                updated = [_updated(metric, state, args, options) for state in states]
             except Exception:  # of any kind: the data are made up
                 continue
-            largest = max(
-                (float(np.max(np.abs(value))) for state in states for value in state if value.size), default=0
-            )
-            if not np.isfinite(largest):
+            if not all(np.all(np.isfinite(value)) for state in (*states, *updated) for value in state):
                 continue
-            atol = 1e-5 * max(largest, 1.0)
+            # How much the elements are rounded: each for itself, since some count samples and others operations.
+            rounding = [1e-5 * np.max(np.abs(values), axis=0) for values in zip(*states, *updated, strict=True)]
+            added = [_difference(after, before) for after, before in zip(updated, states, strict=True)]
             for other in added[1:]:
-                if not all(
-                    np.allclose(one, two, rtol=1e-3, atol=atol) for one, two in zip(added[0], other, strict=True)
-                ):
-                    return False
-            has_changed |= any(np.any(value) for value in added[0])
-        if has_changed:
-            self._start, self._is_reset = start, is_reset
-        return has_changed
+                for one, two, error in zip(added[0], other, rounding, strict=True):
+                    if np.any(np.abs(one - two) > 1e-3 * np.abs(two) + error):
+                        return False
+            is_moved = [before or bool(np.any(value)) for before, value in zip(is_moved, added[0], strict=True)]
+        if any(is_moved):
+            self._start, self._is_reset, self._is_moved = start, is_reset, is_moved
+        return any(is_moved)
 
     def _batch(self, generator: np.random.Generator, scale: float) -> Any:
         return keras.tree.map_structure(
