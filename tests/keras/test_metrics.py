@@ -24,6 +24,14 @@ def test_a_metric_that_is_no_sum_is_averaged_with_a_warning(seen):
     assert second["said"] == []
 
 
+@on_ranks("results_that_are_variables", "torch", slow=("tensorflow", "jax"))
+def test_a_result_that_is_a_variable_is_that_of_all_data(seen):
+    both = [32.0, 32.0]
+    expected = dict.fromkeys(("variable", "value", "tensor", "view", "array", "one", "thresholds"), both)
+    expected |= {"other": [32.0], "true": [32.0], "averaged": [16.0, 16.0], "half": [16.0, 16.0], "quarter": [8.0]}
+    assert seen == [[expected, []]] * 2
+
+
 @on_ranks("progress_bars_of_evaluate_and_predict", "torch", slow=("tensorflow", "jax"))
 def test_one_rank_shows_the_progress_of_evaluate_and_predict(seen):
     first, second = seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -74,6 +75,48 @@ def metric_that_is_no_sum() -> Any:
             np.zeros((8, 5), "float32"), y, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
         )
     return {"largest": logs["largest"], "said": [str(w.message) for w in caught if "is not a sum" in str(w.message)]}
+
+
+class Positives(keras.metrics.Metric):
+    """A sum whose `result` shows its variable in one of many ways."""
+
+    def __init__(self, name: str, show: Callable[[Any], Any]) -> None:
+        super().__init__(name=name)
+        self.found, self.show = self.add_variable((2,), "zeros", name="found"), show
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.found.assign(self.found + keras.ops.sum(y_true) * keras.ops.ones(2))
+
+    def result(self) -> Any:
+        return self.show(self.found)
+
+
+@behavior
+def results_that_are_variables() -> Any:
+    """Metrics of two ranks, of which rank 0 has 8 positives and rank 1 has 24."""
+    ways: dict[str, Callable[[Any], Any]] = {
+        # JAX traces `result` and takes no variable from it.
+        "variable": lambda found: found if keras.backend.backend() != "jax" else found.value,
+        "value": lambda found: found.value,
+        "tensor": keras.ops.convert_to_tensor,
+        "view": lambda found: keras.ops.reshape(found.value, (2, 1)),
+        # Other backends trace `result`.
+        "array": keras.ops.convert_to_numpy if keras.backend.backend() == "torch" else lambda found: found.value,
+        "named": lambda found: {"one": found.value, "other": found[0]},
+        "averaged": lambda found: found.value,
+        "averagednamed": lambda found: {"half": found.value, "quarter": found[0] / 2},
+    }
+    metrics = [Positives(name, show) for name, show in ways.items()]
+    metrics.append(keras.metrics.TruePositives(name="true"))
+    metrics.append(keras.metrics.TruePositives(thresholds=[0.2, 0.4], name="thresholds"))
+    model = keras.Sequential([keras.Input((1,)), layers.Identity()])
+    model.compile(loss="mse", metrics=metrics)
+    y = np.ones((8, 1) if ring.rank() == 0 else (24, 1), "float32")
+    callback = MetricAverageCallback(averaged=["averaged", "averagednamed"])
+    logs = model.evaluate(y, y, verbose=0, return_dict=True, callbacks=[callback])
+    del logs["loss"]
+    left = [metric.name for metric in metrics if "result" in vars(metric)]
+    return {name: np.ravel(keras.ops.convert_to_numpy(value)).tolist() for name, value in logs.items()}, left
 
 
 @behavior
