@@ -20,6 +20,7 @@ from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, ho
 from ring_plugins.core.arrays.result_memory import SMALLEST, kept_results
 from ring_plugins.core.base.arguments import wrong_call
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.places import called_here
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.healing import repeated
@@ -434,7 +435,7 @@ def _flat(array: Array) -> Array:
 
 def _run(communicator: Communicator, name: str, function: Callable[[], Any], wait: bool) -> Any:
     """The result of `function`, or its `Work` if `wait` is False."""
-    return function() if wait else communicator.start(name, function)
+    return function() if wait else communicator.start(name, called_here(function))
 
 
 def _empty(x: Any, storage: np.dtype[Any], shape: tuple[int, ...]) -> Any:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ring_plugins.core.base.errors import TimeoutExceeded
+from ring_plugins.core.base.places import called_here
 from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.api import Work as CoreWork
@@ -69,7 +70,7 @@ class RingWork(dist.Work):
     ) -> RingWork:
         """Run `function` on the communicator's thread, after everything that was started there before."""
         work = cls(description, outputs)
-        work._core = communicator.start(description, lambda: work._run(function))
+        work._core = communicator.start(description, called_here(lambda: work._run(function)))
         return work
 
     def _run(self, function: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 A user's frame is one that belongs neither to this package, nor to an installed one, nor to Python itself. Two ranks are
 at the same place only if all their user's frames agree, and the framework's innermost one: a helper that calls a
 collective may have been called from different lines, and `trainer.fit()` may be in its progress bar on one rank only.
+Texts show few of many frames, and a checksum of the others.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import CodeType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PACKAGE = str(Path(__file__).parents[2])
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-#: The innermost of the user's frames that are named.
-_MOST = 4
+#: How many of the user's innermost and outermost frames are named.
+_INNER, _OUTER = 4, 3
+#: By thread, the frames of the call that it works for, innermost first: code, and the position in it.
+_calls: dict[int, list[tuple[CodeType, int]]] = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -31,29 +39,53 @@ def _owner(file: str) -> str:
     return "python" if file.startswith(("<frozen", sysconfig.get_path("stdlib"))) else "user"
 
 
-def place(frames: Iterable[tuple[str, int]]) -> str:
-    """A place as people read it, such as "train.py, line 12, called from line 40"; "" if all frames are ours.
+def frames_of_user(frames: Iterable[tuple[str, int]]) -> list[str]:
+    """The user's frames among these, and the framework's innermost one: "train.py, line 12", the innermost first.
 
     Args:
         frames: file and line, the innermost first.
     """
-    told: list[tuple[str, str]] = []
-    last = ""
+    told: list[str] = []
+    inner = ""  # the framework's, which follows the user's own place
     for file, line in frames:
         owner = _owner(file)
-        if owner in ("ours", "python") or (told and (owner == "installed" or file == "<string>")):
+        if owner in ("ours", "python") or ((told or inner) and (owner == "installed" or file == "<string>")):
             continue
-        path = file if owner == "user" else next(file.rpartition(part)[2] for part in _INSTALLED if part in file)
-        told.append((owner, f"line {line}" if path == last else f"{path}, line {line}"))
+        if owner == "installed":
+            inner = f"{next(file.rpartition(part)[2] for part in _INSTALLED if part in file)}, line {line}"
+        else:
+            told.append(f"{file}, line {line}{inner and f', in {inner}' if not told else ''}")
+    return told or [inner] * bool(inner)
+
+
+def described(frames: Sequence[str], common: int = 0) -> str:
+    """A place as people read it, such as "train.py, line 12, called from line 40"; "" without frames.
+
+    Args:
+        frames: from `frames_of_user`.
+        common: how many of the outermost ones other ranks have, too; the ones around there are shown.
+    """
+    few, count = _INNER + _OUTER, len(frames)
+    around = count - max(common + 2, _OUTER)
+    shown = {*range(_INNER), *range(around, around + _OUTER)} if count > few + 1 else range(count)
+    told, last, hidden = [], "", []
+    for i, frame in enumerate(frames):
+        if i not in shown:
+            hidden.append(frame)
+            if i + 1 == count or i + 1 in shown:
+                told.append(f"{len(hidden)} more ({zlib.crc32(' '.join(hidden).encode()):08x})")
+                hidden = []
+            continue
+        path, _, line = frame.partition(", line ")
+        told.append(f"line {line}" if path == last else frame)
         last = path
-        if len(told) > _MOST:
-            break
-    if len(told) > 1 and told[0][0] == "installed":  # the user's own place first
-        (_, inner), (_, outer), *callers = told
-        first = f"{outer}, in {inner}"
-    else:
-        first, callers = told[0][1] if told else "", told[1:]
-    return first + "".join(f"{', called from' if i == 0 else ' and'} {text}" for i, (_, text) in enumerate(callers))
+    first, callers = " ".join(told[:1]), " and ".join(told[1:])
+    return f"{first}, called from {callers}" if callers else first
+
+
+def place(frames: Iterable[tuple[str, int]]) -> str:
+    """A place as people read it; arguments as of `frames_of_user`."""
+    return described(frames_of_user(frames))
 
 
 def place_of(error: BaseException) -> str:
@@ -61,14 +93,44 @@ def place_of(error: BaseException) -> str:
     return place((frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__)))
 
 
-def place_of_call() -> str:
-    """Where the calling thread is in the user's code; where the main thread is, if the caller is a thread of ours."""
-    for ident in (threading.get_ident(), threading.main_thread().ident):
-        found = sys._current_frames().get(ident or 0)
-        frames = []
-        while found is not None:
-            frames.append((found.f_code.co_filename, found.f_lineno))
-            found = found.f_back
+def frames_of_call() -> list[str]:
+    """Where the calling thread, or the call it works for, is in the user's code; else where the main thread is."""
+    for ident in (threading.get_ident(), threading.main_thread().ident or 0):
+        frames = [(code.co_filename, _line(code, at)) for code, at in _calls.get(ident) or _stack_of(ident)]
         if any(_owner(file) == "user" for file, _ in frames):
-            return place(frames)
-    return ""
+            return frames_of_user(frames)
+    return []
+
+
+def place_of_call() -> str:
+    """As people read it."""
+    return described(frames_of_call())
+
+
+def called_here(function: Callable[[], T]) -> Callable[[], T]:
+    """Let `function`, which another thread will run, be at the place where this thread is now."""
+    frames = _stack_of(threading.get_ident())  # neither frames, whose variables would live on, nor texts: slow
+
+    def run() -> T:
+        ident = threading.get_ident()
+        _calls[ident] = frames
+        try:
+            return function()
+        finally:
+            _calls.pop(ident, None)
+
+    return run
+
+
+def _stack_of(ident: int) -> list[tuple[CodeType, int]]:
+    frame = sys._current_frames().get(ident)
+    found = []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found
+
+
+def _line(code: CodeType, at: int) -> int:
+    """The line of a position in code."""
+    return next((line or 0 for first, end, line in code.co_lines() if first <= at < end), 0)

@@ -8,10 +8,13 @@ do the ranks exchange texts, for an error that names each rank's operation.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import takewhile
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import MismatchError, name_ranks
+from ring_plugins.core.base.places import described
 
 #: Arrays of one operation that its text lists; a checksum stands for the others.
 _LISTED = 3
@@ -85,20 +88,28 @@ def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> M
 
     Args:
         communicator: its name.
-        calls: world rank -> text of its operation, with the place in its script where that is known.
+        calls: world rank -> text of its operation; where that is known, a line follows for each frame of its place.
         own_place: where this rank's script is, if the texts do not tell.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in calls.items():
         by_text.setdefault(text, []).append(rank)
+    texts, places = zip(*((text, frames) for text, *frames in (one.split("\n") for one in by_text)), strict=True)
+    outer = zip(*map(reversed, places), strict=False)  # the ranks' outermost frames, then those that they called
+    common = sum(1 for _ in takewhile(lambda frames: len(set(frames)) == 1, outer))
+    if all(frames == places[0] for frames in places):
+        common = 0
     parts = ", but ".join(
-        f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}" for text, ranks in by_text.items()
+        f"{name_ranks(ranks)} call{'' if len(ranks) > 1 else 's'} {text}{' at ' if frames else ''}"
+        f"{described(frames, common)}"
+        for ranks, text, frames in zip(by_text.values(), texts, places, strict=True)
     )
     where = f" This rank is at {own_place}." if own_place else ""
-    kind = MismatchAfterRefusal if any(_REFUSED in text for text in by_text) else MismatchError
+    operations = {rank: text.partition("\n")[0] for rank, text in calls.items()}
+    kind = MismatchAfterRefusal if any(_REFUSED in text for text in texts) else MismatchError
     return kind(
         f"ranks disagree in {communicator}: {parts}.{where} All ranks must make equal calls in the same order. "
-        f"{_likely_causes(calls)}"
+        f"{_likely_causes(operations)}"
     )
 
 
@@ -107,12 +118,35 @@ def _likely_causes(calls: dict[int, str]) -> str:
     condition = "a condition that is true on some ranks only, such as `if rank() == 0:` around a call"
     batches = "different numbers of batches"
     if len({text.partition("(")[0] for text in calls.values()}) == 1:
-        return f"Usually a size depends on the rank, such as the last batch's; or look for {batches}, {condition}."
+        differing = _differing(set(calls.values()))
+        if differing == ["size"]:
+            return f"Usually a size depends on the rank, such as the last batch's; or look for {batches}, {condition}."
+        if differing and "size" not in differing:
+            return f"Pass the same {' and '.join(differing)} on all ranks; or look for {batches}, {condition}."
     alone = [text for text in calls.values() if list(calls.values()).count(text) == 1]
     # Rank 0 alone calls something else than all others.
     if len(calls) > 2 and len(alone) == 1 and calls.get(0) == alone[0]:
         return f"Usually there is {condition}; else {batches}."
     return f"Usually the ranks have {batches}, or there is {condition}."
+
+
+def _differing(texts: Iterable[str]) -> list[str]:
+    """In what the texts of one collective differ: "size", "dtype", "root" or "op"."""
+    rows = [text.partition("(")[2].rpartition(")")[0].split(", ") for text in texts]
+    if len({len(row) for row in rows}) > 1:
+        return ["size"]
+    found = []
+    for column in map(set, zip(*rows, strict=True)):
+        if len(column) == 1:
+            continue
+        parts = [one.rpartition(" x ") for one in column]
+        if not all(separator for _, separator, _ in parts):
+            is_root, is_sum = (all(word in one for one in column) for word in ("root ", " more ("))
+            found.append("root" if is_root else "size" if is_sum else "op")
+            continue
+        found += ["size"] * (len({count for count, _, _ in parts}) > 1)
+        found += ["dtype"] * (len({dtype for _, _, dtype in parts}) > 1)
+    return list(dict.fromkeys(found))
 
 
 def size_mismatch(

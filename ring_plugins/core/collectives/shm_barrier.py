@@ -51,7 +51,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
-from ring_plugins.core.base.places import place_of_call
+from ring_plugins.core.base.places import frames_of_call
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
@@ -233,8 +233,7 @@ class SharedMemoryBarrier:
 
     def _raise_mismatch(self) -> None:
         """Exchange texts and raise; every member sees that codes differ, so all of them call this."""
-        where = place_of_call()
-        self._write(f"{self._fingerprint.text}{where and f' at {where}'}", _OPERATION)
+        self._write("\n".join([self._fingerprint.text, *_shortened(frames_of_call())]), _OPERATION)
         end = time.monotonic() + _TEXTS_TIMEOUT
         while time.monotonic() < end and not all(text[0] for text in self._texts):
             time.sleep(0.001)
@@ -243,6 +242,15 @@ class SharedMemoryBarrier:
         self.synchronize()  # all have read the texts, and are in step again
         self._texts[self._position][0] = 0
         raise mismatch(self._name, calls)
+
+
+def _shortened(frames: Sequence[str]) -> Sequence[str]:
+    """As many frames as fit into a page."""
+    room = PAGE - _TEXT - 1024
+    while len(frames) > 1 and len("\n".join(frames).encode()) > room:
+        middle = len(frames) // 2
+        frames = [*frames[:middle], *frames[middle + 1 :]]
+    return frames
 
 
 def _read(text: Bytes) -> str:

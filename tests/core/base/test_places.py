@@ -1,12 +1,13 @@
 """Where in the user's code something happened."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ring_plugins.core.base import places
-from ring_plugins.core.base.places import place, place_of, place_of_call
+from ring_plugins.core.base.places import called_here, place, place_of, place_of_call
 from tests.launch import run_ranks
 
 OURS = (str(Path(places.__file__).parents[1] / "collectives" / "executor.py"), 125)
@@ -47,6 +48,25 @@ def test_an_error_is_told_from_the_innermost_line_of_the_user():
 def test_a_call_is_told_where_it_stands():
     line = test_a_call_is_told_where_it_stands.__code__.co_firstlineno + 2
     assert place_of_call().startswith(f"{__file__}, line {line}")
+
+
+def test_places_that_differ_anywhere_have_different_texts():
+    frames = [("/a/train.py", line) for line in range(20)]
+    others = [place([*frames[:i], ("/a/other.py", 1), *frames[i + 1 :]]) for i in range(20)]
+    assert len({place(frames), *others}) == 21
+    assert place(frames).startswith("/a/train.py, line 0, called from line 1 and line 2 and line 3 and 13 more (")
+    assert place(frames).endswith(") and line 17 and line 18 and line 19")
+
+
+def test_a_call_in_another_thread_is_told_where_it_was_made():
+    def make():
+        return called_here(place_of_call)
+
+    first = make.__code__.co_firstlineno
+    call = make()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(call).result().startswith(f"{__file__}, line {first + 1}, called from line {first + 4}")
+    assert place_of_call().startswith(f"{__file__}, line {first + 7}")
 
 
 SCRIPT = """

@@ -1,5 +1,7 @@
 import itertools
 
+import pytest
+
 from ring_plugins.core.collectives.fingerprint import fingerprint, fingerprint_of_several, mismatch
 
 
@@ -40,3 +42,35 @@ def test_several_arrays_are_listed_as_far_as_people_read_and_compared_to_the_las
     assert fingerprint_of_several("all_reduce", (("float32", 3),), "sum") == fingerprint(
         "all_reduce", "float32", 3, "sum"
     )
+
+
+@pytest.mark.parametrize(
+    ("texts", "cause"),
+    [
+        (("all_reduce(2 x float32, sum)", "all_reduce(3 x float32, sum)"), "Usually a size depends on the rank"),
+        (("all_reduce(2 x float32, sum)", "all_reduce(2 x float64, sum)"), "Pass the same dtype on all ranks"),
+        (("all_reduce(2 x 3 x float32, sum)", "all_reduce(2 x 3 x float32, max)"), "Pass the same op on all ranks"),
+        (("broadcast(2 x int8, root 0)", "broadcast(2 x int8, root 1)"), "Pass the same root on all ranks"),
+        (("broadcast_object(root 0)", "broadcast_object(root 1)"), "Pass the same root on all ranks"),
+        (("all_reduce(2 x int8, sum)", "all_reduce(3 x int64, sum)"), "Usually the ranks have different numbers of"),
+        (
+            ("all_reduce(1 x int8, 2 more (0a), sum)", "all_reduce(1 x int8, 2 more (0b), sum)"),
+            "Usually a size depends",
+        ),
+        (("all_reduce(1 x int8, sum)", "all_reduce(1 x int8, 2 x int8, sum)"), "Usually a size depends on the rank"),
+    ],
+)
+def test_a_mismatch_says_what_differs(texts, cause):
+    assert f" order. {cause}" in str(mismatch("ring", dict(enumerate(texts))))
+
+
+def test_a_mismatch_shows_where_the_ranks_places_differ_however_deep():
+    def called(*outer):
+        return "\n".join(["barrier()", *(f"/a/train.py, line {line}" for line in [*range(10, 20), *outer])])
+
+    said = str(mismatch("ring", {0: called(31, 40, 41, 42, 43), 1: called(32, 40, 41, 42, 43)}))
+    assert (
+        "rank 0 calls barrier() at /a/train.py, line 10, called from line 11 and line 12 and line 13 and 5 mo" in said
+    )
+    assert " and line 19 and line 31 and line 40 and 3 more (" in said
+    assert " and line 19 and line 32 and line 40 and 3 more (" in said
