@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,6 +101,7 @@ class BucketSets:
         self.kept: dict[_Trained, GradientBuckets] = {}
         self._order = ArrivalOrder()
         self._seen_registrations = 0
+        self._held: _Trained = ()
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         if isinstance(communicator, HealingCommunicator):
             communicator.buffers_belong_to(self)
@@ -126,10 +128,22 @@ class BucketSets:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.all_named():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
+        held = {parameter for parameter, is_held in zip(self.parameters, self._held, strict=False) if is_held}
         self.named = [(name, parameter) for parameter, name in names.items()]
         self.parameters = list(names)
+        self._held = tuple(map(held.__contains__, names)) if held else ()
         self._order = ArrivalOrder()
         self._put_hooks()
+
+    def hold_trained(self) -> None:
+        """Let what is trained now take part in passes, frozen or not, until `let_go`: it has gradients of its own."""
+        trained = tuple(map(_requires_grad, self.parameters))
+        if self._held != trained:
+            self._held = tuple(map(operator.or_, trained, self._held)) if self._held else trained
+
+    def let_go(self) -> None:
+        """Let frozen parameters take no part again: all gradients are averages, or gone."""
+        self._held = ()
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
@@ -157,6 +171,8 @@ class BucketSets:
         """
         self._take_registered()
         trained = tuple(map(_requires_grad, self.parameters))
+        if self._held and self._held != trained:
+            trained = tuple(map(operator.or_, trained, self._held))
         buckets = self.kept.get(trained)  # looked up once: it may be thousands of parameters
         if buckets is None:
             buckets = self._make(trained, passes)
@@ -183,9 +199,10 @@ class BucketSets:
                 order,
                 self.overlap,
                 self.options,
+                trained,
             )
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too
-        self.claim.take((name, p) for name, p in self.named if p.requires_grad)
+        self.claim.take(itertools.compress(self.named, trained))
         conflict = self.claim.conflict(self.claim.older())
         self._is_contested = any(self._communicator.all_gather_object(conflict, "buckets"))
         if not self._hooks.fit(buckets):

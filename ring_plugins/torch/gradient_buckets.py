@@ -96,6 +96,7 @@ class GradientBuckets:
             is not known yet.
         overlap: whether reductions overlap backward.
         options: of the optimizers, to be compared in every pass.
+        is_trained: by position in `named` whether the parameter takes part; by default those that are not frozen.
 
     Attributes:
         reducer: launches the buckets.
@@ -123,6 +124,7 @@ class GradientBuckets:
         order: Sequence[int] | None = None,
         overlap: Overlap | None = None,
         options: ComparedOptions | None = None,
+        is_trained: Sequence[bool] | None = None,
     ) -> None:
         self._options = options or ComparedOptions()
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
@@ -131,7 +133,7 @@ class GradientBuckets:
         self.has_others = self.wants_change = False
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
-        trained = [position for position, (_, p) in enumerate(named) if p.requires_grad]
+        trained = list(itertools.compress(range(len(named)), is_trained or [p.requires_grad for _, p in named]))
         positions = [position for position in trained if named[position][1] not in known_sparse]
         self._sparse = [named[position][1] for position in trained if named[position][1] in known_sparse]
         self.entries = [-1] * len(named)

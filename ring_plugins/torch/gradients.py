@@ -292,6 +292,7 @@ class GradientAverager:
         """Note that there are no gradients any more."""
         self.begin_step()
         self._own.clear()
+        self._sets.let_go()
 
     def _prepare(self) -> bool:
         self._check_usable()
@@ -328,13 +329,12 @@ class GradientAverager:
         """
         if self._buckets is None or self._claim.newer():
             return False
-        before, has_own = self._buckets, self._own.present
         self._prepare()
-        if has_own and before is not self._buckets:
-            self._check_accumulated(before)
         self._own.present = True
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
+        if self._accumulates:
+            self._sets.hold_trained()
         # A backward inside another may add to a gradient again, so all are sent at the end, unless the last had none.
         self._buckets.reducer.holds = self._backward.is_nested
         self._backward.begin()
@@ -344,28 +344,11 @@ class GradientAverager:
         self._hooks.start_counting(self._buckets, counts)
         return True
 
-    def _check_accumulated(self, before: GradientBuckets) -> None:
-        """Refuse to average without parameters that had gradients in an earlier pass of this step.
-
-        Raises:
-            ArgumentError: there are such.
-        """
-        left = [
-            name
-            for name, parameter in zip(before.names, before.parameters, strict=True)
-            if parameter.grad is not None and not parameter.requires_grad
-        ]
-        if left:
-            more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
-            raise ArgumentError(
-                f"{left[0]}{more} had gradients in an earlier pass of this step and were frozen since (requires_grad), "
-                "so they would not be averaged. Freeze and unfreeze between two steps, behind zero_grad()."
-            )
-
     def _count_ended(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
         if not self._synchronizes:
-            self._own.come_in(current_task())
+            if self._own.come_in(current_task()):
+                self._sets.hold_trained()
             return
         if self._backward.callback() is None:
             if not self._begin():
@@ -441,6 +424,7 @@ class GradientAverager:
         if failure is not None or not self._own.sees_steps:
             self._passes = 0  # else the step begins anew; passes before that are averaged, too
         self._own.clear()
+        self._sets.let_go()
         try:
             members_change = self._complete(buckets, failure)
         except BaseException as error:

@@ -85,12 +85,17 @@ class OwnGradients:
         self.present = False
         self._noted = {}
 
-    def come_in(self, task: int) -> None:
-        """Note that gradients come in a backward that does not average them."""
-        if task != self._task:
+    def come_in(self, task: int) -> bool:
+        """Note that gradients come in a backward that does not average them.
+
+        Returns:
+            Whether this is the first one.
+        """
+        if is_first := task != self._task:
             self.present, self._task, self._noted = True, task, {}
             note = weakref.WeakMethod(self.note)
             Variable._execution_engine.queue_callback(lambda: None if (found := note()) is None else found())
+        return is_first
 
     def note(self) -> None:
         """Note how the gradients are at the end of a backward that does not average them."""
