@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.base.own_python import own_python
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.packages import installed
 from ring_plugins.launcher import mpirun
@@ -64,9 +64,7 @@ def mpi() -> Iterator[Finding]:
             "MPI", "mpi4py is not installed; jobs on one host and under torchrun do not need it", f"{_ADD} adds MPI."
         )
     else:
-        probe = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        probe = subprocess.run(own_python(_PROBE), capture_output=True, text=True, timeout=_SECONDS, check=False)
         if probe.returncode:
             reason = next((line for line in reversed(probe.stderr.splitlines()) if line.strip()), "no reason given")
             yield error(

@@ -38,7 +38,3 @@ def main() -> int:
 
 def _notify(text: str) -> None:
     print(f"ring run: {text}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -382,7 +382,3 @@ def main() -> int:
     except LaunchError as error:
         print(f"ring run: {error}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.base.own_python import own_python, search_path
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn, tcp
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
-from ring_plugins.launcher.environment import search_path
+from ring_plugins.launcher.environment import search_path_of_user, take_search_path
 from ring_plugins.launcher.outcomes import GRACE_SECONDS, Failure, Outcome, call, collect
 from ring_plugins.launcher.output import Relay
 
@@ -113,7 +114,7 @@ class RankProcess:
         self.connection: Connection[Any, Any] = ours
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank, by=by)],
+                own_python(_START.format(fd=theirs.fileno(), parent=os.getpid(), rank=rank, by=by)),
                 env={**environment, "PYTHONPATH": os.pathsep.join(search_path())},
                 pass_fds=[*pass_fds, theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -127,7 +128,7 @@ class RankProcess:
     def send_call(self, packed: bytes) -> None:
         """Send the call that the process is to run, as `outcomes.pack_call` made it."""
         with contextlib.suppress(OSError):  # the process has died already; `outcome` reports that
-            self.connection.send(search_path())
+            self.connection.send(search_path_of_user())
             self.connection.send_bytes(packed)
 
     def outcome(self) -> Outcome:
@@ -167,7 +168,7 @@ def run_rank(fd: int, parent: int, rank: int, by: str) -> None:
     if os.getppid() != parent:  # it ended before the line above took effect
         sys.exit(1)
     connection: Connection[Any, Any] = Connection(fd)
-    sys.path[:] = connection.recv()
+    take_search_path(connection.recv())
     outcome = call(connection.recv_bytes(), rank)
     flush_output()
     connection.send(outcome)

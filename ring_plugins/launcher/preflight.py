@@ -23,6 +23,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, printable, quoted
+from ring_plugins.core.base.own_python import FIRST
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.acceptor import Acceptor
@@ -38,6 +39,7 @@ PACKAGES = (
 
 #: Seconds for a host to log in, start Python and answer, if RING_START_TIMEOUT does not ask for more.
 _ANSWER_SECONDS = 18.0
+_FUTURE = "from __future__ import annotations\n"
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 
 #: Unauthenticated connections that may wait beside one of each host.
@@ -213,7 +215,9 @@ def _ask(host: str | None, job: JobSpec, mpirun: Mpirun | None, port: int | None
     question = question_about(job, mpirun)
     if host and port:
         question["listener"] = [address_towards(host.rpartition("@")[2]) or socket.gethostname(), port, secret]
-    program_text = (Path(__file__).parent / "probe.py").read_text() + f"\n\nmain({json.dumps(question)!r})\n"
+    # Nothing may stand before the import of __future__.
+    head, future, rest = (Path(__file__).parent / "probe.py").read_text().partition(_FUTURE)
+    program_text = f"{head}{future}{FIRST}\n{rest}\n\nmain({json.dumps(question)!r})\n"
     command = [python, "-"]
     if host is not None:
         paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]

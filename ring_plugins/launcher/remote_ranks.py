@@ -6,6 +6,7 @@ So it runs on several hosts, and wherever the job is to go on without ranks that
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,20 +21,20 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.base.own_python import RING, own_python, search_path
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
-from ring_plugins.launcher.environment import search_path
+from ring_plugins.launcher.environment import search_path_of_user, take_search_path
 from ring_plugins.launcher.hosts import is_this_host, parse_hosts
 from ring_plugins.launcher.outcomes import RankResults, call, results
 from ring_plugins.launcher.output import Relay
 
 #: Seconds after which a rank that outlives its driver is told again to end.
 _AGAIN_SECONDS = 0.2
-_RING = "from ring_plugins.cli.main import main; main()"
 _RANK = "from ring_plugins.launcher.remote_ranks import run_rank; run_rank()"
 
 
@@ -61,6 +62,7 @@ class RemoteRanks:
         relay: Relay,
     ) -> None:
         self._ranks, self._policy = ranks, policy
+        self._path = [] if "PYTHONPATH" in variables else search_path_of_user()
         with contextlib.ExitStack() as undo:  # if `ring run` cannot be started
             self._driver = Driver()
             undo.callback(self._driver.__exit__)
@@ -79,7 +81,7 @@ class RemoteRanks:
             options += ["--tag-output"] if tag_output else []
             out, err = relay.files(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _RING, "run", *options, sys.executable, "-c", _RANK],
+                [*own_python(RING), "run", *options, *own_python(_RANK)],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -120,6 +122,7 @@ class RemoteRanks:
             RankFailed: a rank failed, or the job could not go on.
             TimeoutExceeded: the time has passed.
         """
+        packed = json.dumps(self._path).encode() + b"\n" + packed
         if not self._policy.continues:
             return results(self._driver.outcomes(packed, self._ranks, self._trouble, timeout))
         outcomes = self._driver.outcomes(packed, self._ranks, self._trouble, timeout, MOST_MEMBERS)
@@ -139,9 +142,10 @@ def run_rank() -> None:
     if number is None:
         raise LaunchError("this process was not started by `ring run`; ring_plugins.run() starts it.")
     driver = DriverConnection(address, int(port), bytes.fromhex(key), number)
-    packed = driver.receive_call()
+    path, _, packed = driver.receive_call().partition(b"\n")
     done = threading.Event()
     HelperThread(_end_with_driver, "ring:driver", (driver, done), outside_a_job=_end).start()
+    take_search_path(json.loads(path))
     outcome = call(packed, number)
     done.set()
     flush_output()

@@ -60,6 +60,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
@@ -86,6 +87,8 @@ _END_SECONDS = 18.0
 _LEAVE_SECONDS = 10.0
 #: Seconds between two looks.
 _TICK = 0.05
+#: What runs the supervisor of a host.
+_SUPERVISE = "from ring_plugins.launcher.host_supervisor import main; sys.exit(main())"
 
 Notify = Callable[[str], None]
 
@@ -356,11 +359,12 @@ def command_for(job: JobSpec, host: str) -> list[str]:
     """The command that starts the supervisor of a host."""
     program = job.command[0]
     python = program if Path(program).name.startswith("python") else sys.executable
-    module = [python, "-m", "ring_plugins.launcher.host_supervisor"]
     if is_this_host(host):
-        return [sys.executable, *module[1:]]
+        return own_python(_SUPERVISE)
     paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
-    remote = shlex.join(["env", *(f"{name}={os.environ[name]}" for name in paths), *module])
+    remote = shlex.join(
+        ["env", *(f"{name}={os.environ[name]}" for name in paths), *own_python_elsewhere(python, _SUPERVISE)]
+    )
     alive = [] if job.agent else ["-o", "ServerAliveInterval=15"]  # a firewall may drop a login that is idle
     return [*login(job), *alive, host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
 
@@ -428,8 +432,7 @@ def coordinate(
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(Relay(False, always=True))
         coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, job.port, job.key))
-        command = [sys.executable, "-m", "ring_plugins.launcher.host_supervisor"]
-        started = [(hosts[0][0], _start(supervisor, command, job, relay, 0))]
+        started = [(hosts[0][0], _start(supervisor, own_python(_SUPERVISE), job, relay, 0))]
         relay.start()
         return _follow(coordinator, started)
 

@@ -74,7 +74,7 @@ def supervisors(job):
     """By the number of their host."""
     found = {}
     for process in job.processes():
-        if SUPERVISOR in process.cmdline():
+        if SUPERVISOR in " ".join(process.cmdline()):
             ranks = [int(child.environ()["RANK"]) // 2 for child in process.children()]
             found |= dict.fromkeys(ranks, process)
     return found

@@ -24,11 +24,13 @@ from pathlib import Path
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.log import writes_to_standard_error
+from ring_plugins.core.base.own_python import search_path
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.core.rendezvous.slot_holder import connect_below, listen_below
 
-#: What the small process runs: nothing of this package is imported before there is something to say.
+#: What the small process runs, isolated from the current directory (own_python.py): nothing of this package is imported
+#: before there is something to say.
 _CODE = """
 import json, os, sys, time
 path, parent, seconds, *arguments = json.loads(sys.argv[1])
@@ -67,10 +69,10 @@ class ShownArrivals:
             listen_below(self._mark, _name(job, one.local_rank), 128)
         if one.local_rank == 0 and writes_to_standard_error():
             first = progress_line.FIRST_SECONDS
-            words = sys.path, os.getpid(), first, job, one.size, one.local_size, time.monotonic(), first
+            words = search_path(), os.getpid(), first, job, one.size, one.local_size, time.monotonic(), first
             with contextlib.suppress(OSError):
                 self._helper = subprocess.Popen(
-                    [sys.executable, "-S", "-c", _CODE, json.dumps(words)],
+                    [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(words)],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the ranks
                 )

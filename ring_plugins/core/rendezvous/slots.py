@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, NoReturn
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, name_ranks
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.base.own_python import own_python
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import parent
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
@@ -132,7 +133,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
         policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
         place = _meet_on_several_hosts(record, work, command, policy)
         slot, size = place.job["ranks"].index(record.rank), len(place.job["ranks"])
-        again = [sys.executable, "-m", "ring_plugins.launcher.held_host"]
+        again = own_python("from ring_plugins.launcher.held_host import main; sys.exit(main())")
         environment |= {config.HOST_JOB.name: json.dumps(place._asdict())}
     common = [work, str(pid), started, str(config.START_TIMEOUT.get())]
     own = ["other", job, str(slot), *common] if slot else ["first", job, str(size), *common, *again]

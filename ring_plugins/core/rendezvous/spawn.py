@@ -30,6 +30,7 @@ import numpy as np
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.own_python import RING, own_python
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kills, state
@@ -350,7 +351,7 @@ def ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) ->
     where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
     policy = ["--on-failure", on_failure, "--min-ranks", str(min_ranks)]
     policy += ["--max-ranks", str(max_ranks)] if max_ranks else []
-    return [sys.executable, "-m", "ring_plugins", "run", *where, *policy, "--", *command()]
+    return [*own_python(RING), "run", *where, *policy, "--", *command()]
 
 
 def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> NoReturn:
