@@ -11,11 +11,13 @@ Scripts see ranks. Whatever outlives a loss goes by world ranks.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.records import read_address, read_as, read_record
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.linux.shared_memory import shared_memory_domain
 from ring_plugins.core.linux.thread_count import Cores, own_cores
@@ -74,6 +76,21 @@ class Entry(NamedTuple):
             list(policy),
             port,
         )
+
+    @classmethod
+    def read(cls, item: Sequence[Any]) -> Entry:
+        """One that has traveled.
+
+        Raises:
+            TypeError, ValueError: it is none.
+        """
+        entry = read_record(cls, item)
+        if entry.liveness is not None:
+            read_address(entry.liveness)
+        read_as(bool, entry.policy[0])
+        if not re.fullmatch(r"\d{1,5}([-,]\d{1,5})*", entry.cores):
+            raise ValueError("it names no cores")
+        return entry
 
     @property
     def share_of_cores(self) -> Cores:

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from ring_plugins.core import exit_hooks
@@ -23,6 +24,7 @@ from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, SharedMemoryError
 from ring_plugins.core.base.log import logger, set_rank
+from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
@@ -144,7 +146,7 @@ class World:
         server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
         #: A port of this host for other libraries, of which `export_place` tells.
         self._reserved = reserve_port() if size > 1 and not policy.continues else None
-        entries = [Entry(*item) for item in rendezvous.gather(self._entry(own, server))]
+        entries = read_each(rendezvous.gather(self._entry(own, server)), Entry.read)
         self._server: dict[str, Any] = entries[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
         domains, hosts = [entry.domain for entry in entries], [entry.host for entry in entries]
@@ -253,7 +255,7 @@ class World:
         except SharedMemoryError as error:
             problem = f"rank {rank} on {host} {error}"
         # No rank leaves before all have mapped its segment, and a rank that did leave is noticed here.
-        problems = [text for text in self._rendezvous.gather(problem) if text]
+        problems = [text for text in read_each(self._rendezvous.gather(problem), partial(read_as, str)) if text]
         if problems:
             raise SharedMemoryError(problem or problems[0])
         if own is None:

@@ -66,7 +66,7 @@ def wrong_call(
         return None
     for argument, value in given.items():
         kind = signature.parameters[argument].kind
-        if argument in hints and kind is not kind.VAR_KEYWORD and not _fits(value, hints[argument]):
+        if argument in hints and kind is not kind.VAR_KEYWORD and not fits(value, hints[argument]):
             wanted = str(signature.parameters[argument].annotation)
             found = ArgumentError(f"{name}() got {argument}={_shown(value)}, but takes {wanted} there.")
             found.__cause__ = error
@@ -98,13 +98,13 @@ def _shown(value: Any) -> str:
     return repr(value) if is_short else f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value is what a type hint says, as far as that is quickly seen; of collections, the first item."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
     kind = type(None) if hint is None else origin or hint
@@ -117,7 +117,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, (str, bytes)) and kind not in (str, bytes, object):
         return not inner  # a collection of characters is hardly meant
     if inner and isinstance(value, (list, tuple, dict)) and value and origin is not tuple:
-        return _fits(next(iter(value)), inner[0])
+        return fits(next(iter(value)), inner[0])
     return True
 
 

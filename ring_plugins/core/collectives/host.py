@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.records import read_address, read_each, read_record
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import REMEDY, Activity, ByteCollectives, Reducer, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
@@ -59,6 +60,12 @@ class Member(NamedTuple):
     address: Address | None
     tag: int
 
+    @classmethod
+    def read(cls, item: Sequence[Any]) -> Member:
+        """One that has traveled as JSON, which makes lists of tuples."""
+        rank, node, address, tag = item
+        return read_record(cls, (rank, node, None if address is None else read_address(address), tag))
+
 
 class HostCommunicator:
     """A `Communicator` for host memory.
@@ -93,7 +100,7 @@ class HostCommunicator:
     ) -> None:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
-        members = [Member(*member) for member in gather(tuple(own))]  # JSON makes lists of them
+        members = read_each(gather(tuple(own)), Member.read)
         nodes = _by_node(members)
         self.name = name
         self.ranks = tuple(member.rank for member in members)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.records import read_each, read_port, read_record
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.acceptor import accept_one
@@ -98,9 +99,16 @@ def wanted_interfaces() -> list[str]:
 
 
 def read_interfaces(item: Sequence[Any]) -> HostInterfaces:
-    """A `HostInterfaces` that has traveled as JSON, which knows lists only."""
-    rank, host, found, preferred, wanted, kernel = item
-    return HostInterfaces(rank, host, tuple(Interface(*fields) for fields in found), preferred, wanted, kernel)
+    """A `HostInterfaces` that has traveled as JSON, which knows lists only.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    rank, host, found, *others = item
+    read = tuple(read_record(Interface, fields) for fields in found)
+    for one in read:
+        ipaddress.ip_interface(f"{one.address}/{one.prefix}")
+    return read_record(HostInterfaces, (rank, host, read, *others))
 
 
 def unmeasured(hosts: Sequence[HostInterfaces]) -> list[str]:
@@ -128,13 +136,13 @@ def measure(
         address = on_network(hosts[rank], network).address
         listener = socket.create_server((address, 0)) if rank == 0 else None
         own = [listener.getsockname()[1], secrets.token_hex(32)] if listener is not None else None
-        port, secret = gather(own)[0]
+        (port, secret), *_ = read_each(gather(own)[:1], lambda item: (read_port(item[0]), str(item[1])))
         found = 0
         if listener is not None:
             found = _receive_timed(listener, secret.encode(), sender)
         elif rank == sender:
-            _send((on_network(hosts[0], network).address, int(port)), address, secret.encode(), sender)
-        speeds[network] = int(gather(found)[0])
+            _send((on_network(hosts[0], network).address, port), address, secret.encode(), sender)
+        speeds[network] = read_each(gather(found)[:1], int)[0]
     return speeds
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
+from ring_plugins.core.base.records import read_each, read_port
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.net.listener import Listener, Peer
 
@@ -414,7 +415,7 @@ def open_transport(
     listener = Listener(addresses[rank], min(15.0, config.START_TIMEOUT.get()))
     try:
         gathered = gather([listener.port, secrets.token_hex(32) if rank == 0 else ""])
-        ports, secret = [int(item[0]) for item in gathered], str(gathered[0][1])
+        ports, secret = read_each(gathered, lambda item: read_port(item[0])), str(gathered[0][1])
         peers = [Peer(*where) for where in zip(hosts, addresses, ports, strict=True)]
         listener.open(rank, peers, secret)
     except BaseException:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.records import read_each
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.network_choice import (
     Choice,
@@ -72,7 +73,7 @@ def choose_transport(rank: int, gather: Callable[[Any], list[Any]]) -> Transport
     towards = next(iter(gather(list(reachable_addresses(own)))[0]), "")
     own = own._replace(preferred=address_towards(towards) if towards else "")
     found = gather([own, config.TRANSPORT.get(), rdma_device(), _mpi_network_setting()])
-    hosts = [read_interfaces(item[0]) for item in found]
+    hosts = read_each(found, lambda item: read_interfaces(item[0]))
     variable, networks = found[0][3]
     names = tuple(host.host for host in hosts)
     requested = _agreed([item[1] for item in found], names)

@@ -21,6 +21,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.records import read_each
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.listener import Listener, Peer
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
@@ -269,7 +270,7 @@ def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTra
     """Agree on a network and open sockets on it; returns rank 0's address as well."""
     master = os.environ.get("MASTER_ADDR", "")
     gathered = connections.gather(own_interfaces(rank, address_towards(master) if master else ""))
-    hosts = [read_interfaces(item) for item in gathered]
+    hosts = read_each(gathered, read_interfaces)
     networks = unmeasured(hosts)
     choice = choose(hosts, measure(networks, hosts, rank, connections.gather) if networks else None)
     if rank == 0 and choice.text:
