@@ -1,23 +1,33 @@
-"""Notices ranks of one job that train by themselves: torch's optimizers step there, and nothing communicates.
+"""Notices ranks of one job that train by themselves: torch's optimizers step there, and nothing averages.
 
 Every rank's loss looks right then. There are two cases. A library that looks for the other processes by itself has
 found none, although `init` connected them: training ends at its second step, on every rank, with the order that works.
 Or a plain loop averages nothing, which may be meant: rank 0 warns after some steps.
 
+A script that averages with functions of its own is left alone. So between steps the elements of what it passes to
+collectives are counted: a barrier and the loss for the log are less than the gradients or weights of a model. A library
+whose ranks have begun equal may average seldom, so it gets as many steps as a plain loop. If it takes fewer, rank 0
+says at the end that nothing was averaged.
+
 `init` starts the watch once torch is loaded, `broadcast_parameters` starts it again, and the first sign of
-communication ends it.
+averaging ends it.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
+import time
 import traceback
 import weakref
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.functions import argument_observers
 from ring_plugins.core.observe.unused import other_connections
 from ring_plugins.core.world import World, current, is_initialized, on_joined
 from ring_plugins.import_watch import ImportWatch, has_finished
@@ -34,6 +44,10 @@ _LIBRARIES = {
         "Import ring_plugins.lightning, and pass strategy='ring' to the Trainer or to Fabric",
     ),
 }
+#: Communicators of the public functions: scripts log with them, too.
+_PUBLIC = ("ring", "ring on GPUs")
+#: Seconds within which rank 0 hears that another rank waits for it.
+_HEARD = 2.5
 #: Of the hook of the last world, at most.
 _handles: list[Any] = []
 
@@ -53,8 +67,11 @@ def _watch_once_loaded() -> None:
         sys.meta_path.insert(0, ImportWatch(["torch"], lambda _: expect_averaging()))
 
 
-def expect_averaging() -> None:
-    """Notice if no rank communicates during the next optimizer steps.
+def expect_averaging(starts_equal: bool = False) -> None:
+    """Notice if no rank averages during the next optimizer steps.
+
+    Args:
+        starts_equal: whether the ranks' weights are equal now.
 
     Raises:
         LaunchError: later, in such a step, if a library takes it that trains on several processes where it finds them.
@@ -65,50 +82,81 @@ def expect_averaging() -> None:
 
     for handle in _handles:
         handle.remove()
-    _handles[:] = [register_optimizer_step_post_hook(_Watch(current()).after_step)]
+    watch = _Watch(current(), starts_equal)
+    _handles[:] = [register_optimizer_step_post_hook(watch.after_step)]
+    argument_observers[:] = [watch.count]
+    atexit.unregister(_say_at_end)
+    atexit.register(_say_at_end, watch)
 
 
 class _Watch:
-    """Counts the steps of a job's optimizers until it is certain whether anything communicates."""
+    """Counts the steps of a job's optimizers until it is certain whether anything averages."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, starts_equal: bool = False) -> None:
         self._world, self._steps, self._is_over = weakref.ref(world), 0, False
-        self._before: list[tuple[str, int]] = []
+        self._before: dict[str, int] = {}
+        self._moved, self._size = 0, 1  # elements, since the last step and of the model
+        self._starts_equal, self._began, self._library = starts_equal, 0.0, ""
 
-    def after_step(self, *_: Any) -> None:
+    def count(self, arguments: Iterable[Any]) -> None:
+        """Note what the script passes to a collective."""
+        if not self._is_over:
+            self._moved += sum(map(_elements, arguments))
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
         """A hook of torch; it is not removed when all is known, since torch iterates over its hooks at this moment."""
         if self._is_over:
             return
         self._steps += 1
         world = self._world()
-        operations = _operations(world) if world is not None and world.is_mine() else []
+        if world is None or not world.is_mine():
+            self._is_over = True
+            return
+        operations = {activity.communicator: activity.number for activity in world.activities()}
+        others = {name: number for name, number in operations.items() if name not in _PUBLIC}
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._size = max(self._size, sum(p.numel() for p in trained))
+        has_moved_all, self._moved = self._moved >= self._size, 0
         if self._steps == 1:
-            self._before = operations
-        if world is None or operations != self._before:
+            self._before, self._began = others, time.monotonic()
+            self._starts_equal = self._starts_equal or has_moved_all
+            return
+        self._library = self._library or _library_alone()
+        connected = _is_connected_otherwise() and self._library not in ("transformers", "accelerate")
+        is_averaged = has_moved_all or others != self._before
+        if is_averaged or connected or _others_wait(world, self._began):
             self._is_over = True
-        elif self._steps == 2 and _accelerate_is_alone():  # it may have connected the ranks, and not use that
-            self._name(world, operations)
-        elif self._steps > 1 and _is_connected_otherwise():
-            self._is_over = True
-        elif self._steps == _STEPS or (self._steps == 2 and not operations):
-            self._name(world, operations)
+        elif self._steps == _STEPS or (self._library and not self._starts_equal):
+            self._name(world, bool(operations))
 
-    def _name(self, world: World, operations: list[tuple[str, int]]) -> None:
+    def at_end(self) -> None:
+        """Say that a library has trained alone in fewer steps than it was given."""
+        world = self._world()
+        if self._is_over or not self._library or world is None or world.topology.rank != 0 or not world.is_mine():
+            return
+        if world.failure_detector is None or not world.failure_detector.failed:
+            logger.warning(f"{self._alone('each rank')}")
+
+    def _alone(self, who: str) -> str:
+        return (
+            f"{who} trains by itself: {self._library} has found no other process, and has taken {self._steps} steps "
+            f"without averaging. {_LIBRARIES[self._library]}. If each rank is to train a model of its own, set "
+            f"{config.WEIGHT_CHECK.name}=0."
+        )
+
+    def _name(self, world: World, is_used: bool) -> None:
         """Say what is wrong.
 
         Raises:
             LaunchError: a library that looks for processes by itself has found none.
         """
         own = world.topology
-        library = next((name for name in _LIBRARIES if name in _packages_of_callers()), None)
-        self._is_over = library is not None or self._steps == _STEPS
-        if library is not None:
-            raise LaunchError(
-                f"rank {own.rank} of {own.size} trains by itself: {library} has found no other process, and has taken "
-                f"{self._steps} steps without communicating. {_LIBRARIES[library]}. If each rank is to train a model "
-                f"of its own, set {config.WEIGHT_CHECK.name}=0."
-            )
-        if self._is_over and own.rank == 0 and operations:  # else core/observe/unused.py names the job
+        self._is_over = True
+        if self._library:
+            if own.rank == 0 and _others_wait(world, self._began, _HEARD):
+                return
+            raise LaunchError(self._alone(f"rank {own.rank} of {own.size}"))
+        if own.rank == 0 and is_used:  # else core/observe/unused.py names the job
             logger.warning(
                 f"no gradient has been averaged in {_STEPS} steps of an optimizer: each rank trains by itself. Wrap "
                 "the optimizer in ring_plugins.torch.DistributedOptimizer. If each rank is to train a model of its "
@@ -116,9 +164,34 @@ class _Watch:
             )
 
 
-def _operations(world: World) -> list[tuple[str, int]]:
-    """Name and operation count of every communicator in use."""
-    return [(activity.communicator, activity.number) for activity in world.activities()]
+def _say_at_end(watch: _Watch) -> None:
+    watch.at_end()
+
+
+def _elements(value: Any) -> int:
+    """The elements of the arrays and tensors that a value has or consists of."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_elements, value))
+    shape = getattr(value, "shape", None)
+    return prod(shape) if isinstance(shape, tuple) else 0  # torch.Size is a tuple
+
+
+def _others_wait(world: World, since: float, seconds: float = 0.0) -> bool:
+    """Whether other ranks let rank 0 train alone, and have waited for it since before its first step.
+
+    Args:
+        world: the job.
+        since: time of that step.
+        seconds: how long to look for it; ranks report only waits that last.
+    """
+    if world.topology.rank != 0 or world.observers is None or world.observers.all_stalls is None:
+        return False
+    until = time.monotonic() + seconds
+    while not (waits := world.observers.all_stalls.awaits(0, since)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return waits
 
 
 def _is_connected_otherwise() -> bool:
@@ -134,12 +207,15 @@ def _is_connected_otherwise() -> bool:
     return has_finished("jax") and bool(sys.modules["jax"].distributed.is_initialized())
 
 
-def _accelerate_is_alone() -> bool:
-    """Whether Accelerate takes the step, and believes that there is one process."""
-    accelerate: Any = sys.modules.get("accelerate") if "accelerate" in _packages_of_callers() else None
-    return accelerate is not None and accelerate.PartialState().num_processes == 1
-
-
-def _packages_of_callers() -> set[str]:
-    """The top-level packages whose functions run at this moment, in this thread."""
-    return {str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in traceback.walk_stack(None)}
+def _library_alone() -> str:
+    """The library that takes this step and believes that there is one process; "" if none does."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    packages = {str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames}
+    library = next((name for name in _LIBRARIES if name in packages), "")
+    if library in ("transformers", "accelerate"):
+        accelerate: Any = sys.modules.get("accelerate")
+        return library if accelerate is None or accelerate.PartialState().num_processes == 1 else ""
+    # Strategies, whose methods take part in a step, have a world size if they are for several processes.
+    callers = [frame.f_locals.get("self") for frame in frames] if library else []
+    strategies = [caller for caller in callers if hasattr(caller, "optimizer_step") and hasattr(caller, "root_device")]
+    return "" if any(getattr(strategy, "world_size", 1) > 1 for strategy in strategies) else library

@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,15 +17,17 @@ class Job:
     """Rank 0 of two ranks, with one communicator."""
 
     topology = SimpleNamespace(size=2, rank=0)
+    failure_detector = None
 
-    def __init__(self, is_unused=False):
-        self.operations, self.is_unused = 0, is_unused
+    def __init__(self, is_unused=False, communicator="gradients", others_wait=False):
+        self.operations, self.is_unused, self.communicator = 0, is_unused, communicator
+        self.observers = SimpleNamespace(all_stalls=SimpleNamespace(awaits=lambda rank, since: others_wait))
 
     def is_mine(self):
         return True
 
     def activities(self):
-        return [] if self.is_unused else [SimpleNamespace(communicator="all ranks", number=self.operations)]
+        return [] if self.is_unused else [SimpleNamespace(communicator=self.communicator, number=self.operations)]
 
 
 @pytest.fixture
@@ -33,15 +36,19 @@ def watched(monkeypatch):
     warnings = []
     monkeypatch.setattr(averaging_check.logger, "warning", warnings.append)
     monkeypatch.setattr(averaging_check, "is_initialized", lambda: True)
+    monkeypatch.setattr(averaging_check, "_HEARD", 0.0)
+    monkeypatch.setattr(averaging_check, "argument_observers", observers := [])
 
-    def watch(job):
+    def watch(job, starts_equal=False):
+        job.exchanges = lambda x: [observe([x]) for observe in observers]
         monkeypatch.setattr(averaging_check, "current", lambda: job)
-        averaging_check.expect_averaging()
+        averaging_check.expect_averaging(starts_equal)
         return warnings
 
     yield watch
     for handle in averaging_check._handles:
         handle.remove()
+    averaging_check.atexit.unregister(averaging_check._say_at_end)
 
 
 def steps(count, job=None):
@@ -121,9 +128,72 @@ def test_a_library_is_left_alone_if_ranks_communicate(watched):
     warnings = watched(job)
     called_by("lightning", lambda: steps(30, job))
     assert warnings == []
-    watched(Job())  # they have, before training
+
+
+def train(job, count, between):
+    """Steps of a model of 8 elements, between which the job exchanges something."""
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    for step in range(count):
+        parameter.grad = torch.ones(8)
+        between(step)
+        job.operations += 1
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "exchanges",
+    [
+        lambda job: lambda step: None,  # barriers
+        lambda job: lambda step: job.exchanges(torch.ones(())),
+        lambda job: lambda step: job.exchanges([torch.ones(()), {"accuracy": 0.5}]),
+    ],
+)
+def test_barriers_and_losses_for_the_log_are_no_averaging(watched, exchanges):
+    job = Job(communicator="ring")
+    watched(job)
+    with pytest.raises(LaunchError, match="taken 2 steps without averaging"):
+        called_by("lightning", lambda: train(job, 3, exchanges(job)))
+    warnings = watched(job)
+    train(job, 20, exchanges(job))
+    (warning,) = warnings
+    assert "no gradient has been averaged" in warning
+
+
+@pytest.mark.parametrize(
+    "exchanges",
+    [
+        lambda job: lambda step: job.exchanges(torch.ones(8)),  # of gradients
+        lambda job: lambda step: [job.exchanges(torch.ones(4)) for _ in range(2)],  # of parts
+        lambda job: lambda step: job.exchanges({"weights": [np.ones(8)]}),
+        lambda job: lambda step: step % 6 == 0 and job.exchanges(torch.ones(8)),  # of weights, after some steps
+    ],
+)
+def test_scripts_that_average_by_themselves_are_left_alone(watched, exchanges):
+    job = Job(communicator="ring")
+    warnings = watched(job)
+    called_by("lightning", lambda: train(job, 30, exchanges(job)))
+    assert warnings == []
+
+
+def test_rank_0_may_train_alone_while_the_others_wait_for_it(watched):
+    warnings = watched(Job(is_unused=True, others_wait=True))
+    called_by("lightning", lambda: steps(30))
+    assert warnings == []
+
+
+def test_ranks_that_begin_equal_may_average_seldom_but_hear_of_it_if_they_never_do(watched, monkeypatch):
+    job = Job(communicator="ring")
+    watched(job, starts_equal=True)
     with pytest.raises(LaunchError, match="taken 20 steps"):
-        called_by("lightning", lambda: steps(20))
+        called_by("lightning", lambda: train(job, 20, lambda step: None))
+    at_end = []
+    monkeypatch.setattr(averaging_check.atexit, "register", lambda function, watch: at_end.append(watch.at_end))
+    warnings = watched(job, starts_equal=True)
+    called_by("lightning", lambda: train(job, 16, lambda step: None))
+    assert warnings == []
+    at_end[0]()
+    assert "each rank trains by itself: lightning has found no other process, and has taken 16 steps" in warnings[0]
 
 
 def test_ranks_may_train_models_of_their_own(watched, monkeypatch):
@@ -143,10 +213,19 @@ import lightning
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+
+class Model(BoringModel):
+    def training_step(self, batch, index):
+        output = super().training_step(batch, index)
+        ring.all_reduce(output["loss"].detach())  # for a log: this averages no gradient
+        return output
+
+
+ring.barrier()  # as after a download
 options = {"plugins": [LightningEnvironment()]}  # else Lightning looks for mpirun's by starting MPI
 options |= dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 try:
-    lightning.Trainer(devices=1, limit_val_batches=0, **options).fit(BoringModel())
+    lightning.Trainer(devices=1, limit_val_batches=0, **options).fit(Model())
 except ring.LaunchError as error:
     report("error", str(error))
 ring.barrier()
@@ -192,4 +271,4 @@ def test_transformers_trains_on_all_ranks():
     result = run_ranks(TRANSFORMERS, 2, "spawned", timeout=180)
     assert result.values("steps") == [4, 4]
     assert result.values("weights")[0] == result.values("weights")[1]
-    assert "without communicating" not in result.stderr
+    assert "trains by itself" not in result.stderr

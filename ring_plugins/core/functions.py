@@ -8,7 +8,7 @@ registered in `gpu_functions`. `core.collectives.validation` has the checks for 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
@@ -100,6 +100,8 @@ def on_membership_change(callback: C) -> C:
     return callback
 
 
+#: Called with the arguments of each collective, while somebody wants to know what the script exchanges.
+argument_observers: list[Callable[[Iterable[Any]], object]] = []
 #: A process that has yet to join the others may call these; they do nothing then.
 _BEFORE_JOINING = ("barrier", "broadcast_parameters", "broadcast_optimizer_state")
 
@@ -119,6 +121,8 @@ def all_or_none(collective: F) -> F:
         communicator = world.communicator
         before = communicator.statistics.operations
         world.elastic.end_if_all_are_told()
+        for observe in argument_observers:
+            observe([*args, *options.values()])
         try:
             result = collective(*args, **options)
         except Exception as error:

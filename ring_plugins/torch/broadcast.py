@@ -61,7 +61,7 @@ def broadcast_parameters(
     _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
     with torch.no_grad():
         _broadcast([tensor.detach() for _, tensor in named], source)
-    expect_averaging()
+    expect_averaging(starts_equal=True)
 
 
 @all_or_none

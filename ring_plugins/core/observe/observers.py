@@ -37,7 +37,7 @@ class Observers:
         stalls: reports this rank's long waits to rank 0.
         steps: sends this rank's steps to rank 0.
         spans: sends this rank's part of a timeline there.
-        all_steps, timeline: on rank 0, the steps and the timeline of all ranks.
+        all_steps, timeline, all_stalls: on rank 0, the steps, the timeline and the long waits of all ranks.
 
     Raises:
         ArgumentError: an environment variable has an invalid value.
@@ -57,20 +57,21 @@ class Observers:
         self.steps = StepReporter(channel, steps)
         self.all_steps: StepAggregator | None = None
         self.timeline: TimelineAggregator | None = None
+        self.all_stalls: StallAggregator | None = None
         self.spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
         self.stalls = StallWatch(channel, failure_detector, activities)
         self.services: list[Service] = [self.stalls, self.steps, self.spans]
         if channel.rank == 0:
             self.all_steps = StepAggregator(channel, membership, logger.warning)
             self.timeline = TimelineAggregator(channel, membership)
-            stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
+            self.all_stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
             unused = UnusedWatch(
                 len(membership),
                 lambda: any(True for _ in activities()),
                 lambda: failure_detector.failed or failure_detector.failure() is not None,
                 logger.warning,
             )
-            self.services += [stalls, self.all_steps, self.timeline, unused]
+            self.services += [self.all_stalls, self.all_steps, self.timeline, unused]
             directory = config.TIMELINE.get()
             if directory:
                 self.timeline.start(Path(directory))

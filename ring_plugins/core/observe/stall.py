@@ -238,6 +238,11 @@ class StallAggregator:
             body["step"],
         )
 
+    def awaits(self, rank: int, since: float) -> bool:
+        """Whether the script of another rank has waited for this one since before a time; for any thread."""
+        waits = list(self._waits.values())
+        return any(wait.blocked_since and wait.since < since and rank in wait.missing for wait in waits)
+
     def _note_lost(self, sender: int, body: Body) -> None:
         """Forget the waits of ranks without which the job goes on."""
         self._lost.update(body["ranks"])
