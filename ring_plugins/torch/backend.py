@@ -69,9 +69,13 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     prefix = f"ring/{next(_created[group_id])}"
     store = PrefixStore(prefix, base)
-    if size > 1 and not world.is_initialized() and launch.detect().kind == "single":
-        # The script started its processes itself and gave torch their ranks.
-        adopt(PrefixStore("world", store), rank, size)
+    if not world.is_initialized():
+        record = launch.detect()
+        # The script started its processes itself and gave torch their ranks. Or torch made this store from the
+        # variables by which our ranks would meet, and its rank 0 now listens at the port where ours would.
+        is_job = record.kind == "rendezvous" and (rank, size) == (record.rank, record.size)
+        if is_job or (record.kind == "single" and size > 1):
+            adopt(PrefixStore("world", store), rank, size)
     own = world.init()
     own.refuse_to_heal(_WHAT)
     if size > own.topology.size:

@@ -52,24 +52,59 @@ def test_the_scripts_groups_and_ours_meet_in_any_order_under_torchrun():
     assert result.stdout.count("both work") == 2
 
 
-def test_the_scripts_groups_and_ours_meet_in_any_order_without_an_agent():
+def _run_without_launcher(script: str, size: int, env: dict[str, str]) -> list[tuple[str, str]]:
+    """Standard output and error of each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RING_", "TORCHELASTIC"))}
-    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "RING_VIRTUAL_NODES": "2"}
+    environment |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(REPOSITORY)} | env
+    pipe = subprocess.PIPE
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", BOTH], env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", script], env={**environment, "RANK": str(rank)}, stdout=pipe, stderr=pipe, text=True
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
-        assert [process.communicate(timeout=60)[0] for process in processes] == ["both work\n"] * 2
+        return [process.communicate(timeout=60) for process in processes]
     finally:
         for process in processes:
             process.kill()
+
+
+def test_the_scripts_groups_and_ours_meet_in_any_order_without_an_agent():
+    found = _run_without_launcher(BOTH, 2, {"RING_VIRTUAL_NODES": "2"})
+    assert [out for out, _ in found] == ["both work\n"] * 2
+
+
+RING_ONLY = """
+import torch, torch.distributed as dist
+import ring_plugins.torch
+
+dist.init_process_group("ring")
+value = torch.ones(1)
+if WHAT == "all_reduce":
+    dist.all_reduce(value)
+else:
+    (dist.send if dist.get_rank() == 0 else dist.recv)(value, 1 - dist.get_rank())
+dist.destroy_process_group()
+print(value.item())
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_backend_alone_meets_at_the_port_that_torchs_store_holds(size):
+    found = _run_without_launcher(f"WHAT = 'all_reduce'\n{RING_ONLY}", size, {})
+    assert [out for out, _ in found] == [f"{float(size)}\n"] * size
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "send"])
+def test_a_job_whose_groups_are_gone_at_its_end_has_communicated(what):
+    found = _run_without_launcher(f"WHAT = {what!r}\n{RING_ONLY}", 2, {})
+    assert found == [(out, "") for out, _ in found]
+    assert all(out for out, _ in found)
 
 
 SPAWN = """

@@ -251,8 +251,8 @@ def _listen(port: int, size: int, address: str = "") -> socket.socket:
                 raise LaunchError(f"rank 0 cannot listen at MASTER_PORT={port}: {error.strerror}.") from error
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job or by one that is "
-                    "still ending; set another port on all ranks."
+                    f"MASTER_PORT={port} is taken on {socket.gethostname()}, by another job, by one that is still "
+                    "ending, or by something that this script opened before; set another port on all ranks."
                 ) from error
         time.sleep(0.05)
 
