@@ -25,7 +25,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, SharedMemoryError
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.records import read_as, read_each
-from ring_plugins.core.collectives.api import Activity, Communicator
+from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
@@ -102,6 +102,8 @@ class World:
         self._monitor: MonitorThread | None = None
         #: Communicators still in use, by creation order, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
+        #: Of all communicators ever made, so that work is not forgotten when its communicator is discarded.
+        self._statistics: list[Statistics] = []
         self._made = 0
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._messenger: Messenger | None = None
@@ -274,7 +276,9 @@ class World:
         self.channel = server or ControlClient(rank, size, address, domains[0] == domains[rank])
         membership = [Peer(member.host, member.pid, member.domain) for member in members]
         self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
-        self.observers = Observers(self.channel, self.failure_detector, self.activities, members[0].records)
+        self.observers = Observers(
+            self.channel, self.failure_detector, self.activities, self.has_communicated, members[0].records
+        )
         launched = (
             self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_seat is not None
         )
@@ -335,6 +339,7 @@ class World:
 
     def _keep(self, communicator: Communicator[Any]) -> None:
         self._communicators[self._made] = communicator
+        self._statistics.append(communicator.statistics)
         self._made += 1
 
     def refuse_to_heal(self, what: str) -> None:
@@ -469,7 +474,7 @@ class World:
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
         here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)
         self.failure_detector = FailureDetector(self.world_rank, here, peers, self.channel)
-        self.observers = Observers(self.channel, self.failure_detector, self.activities)
+        self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort)
         self._monitor.add(self.observers.stalls)
         self._begin_to_heal(mesh)
@@ -595,8 +600,13 @@ class World:
             places.note_end(self.processes.seat, others_would_too)
 
     def operations(self) -> int:
-        """How many operations this rank has finished."""
-        return sum(communicator.statistics.operations for communicator in self.in_use())
+        """How many operations this rank has finished, also with communicators that are gone."""
+        return sum(statistics.operations for statistics in self._statistics)
+
+    def has_communicated(self) -> bool:
+        """Whether this rank has begun any operation or message; any thread may call it."""
+        has_messages = self._messenger is not None and self._messenger.is_used
+        return has_messages or bool(self.activities()) or self.operations() > 0
 
     def leave(self, status: int) -> None:
         """Tell the other ranks that this one is about to leave with an exit status."""

@@ -127,6 +127,7 @@ class Messenger:
 
     Attributes:
         address: for other ranks, which must know it before they send.
+        is_used: whether any message has been started.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Messenger:
         addresses: Sequence[str] = (),
         failure_detector: FailureDetector | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank, self.is_used = rank, False
         self._failure_detector = failure_detector
         #: Why groups refuse further messages, by context.
         self._broken: dict[int, BaseException] = {}
@@ -171,6 +172,7 @@ class Messenger:
                 raise fresh(self._broken[context])
             if self._progress.closed or self._closed_groups.is_closed(context):
                 raise RingError(f"{message.group.name} has been closed.")
+            self.is_used = True
             self._progress.pending.add(message)
             if message.verb == "send":
                 self._sender.send(message)

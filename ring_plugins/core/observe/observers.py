@@ -29,6 +29,7 @@ class Observers:
         channel: between the ranks.
         failure_detector: knows which ranks have failed or left.
         activities: returns the last operation of this rank in each communicator.
+        has_communicated: whether there has been any operation, also in a communicator that is gone.
         records: whether rank 0 writes a timeline of the whole job.
 
     Attributes:
@@ -48,6 +49,7 @@ class Observers:
         channel: Channel,
         failure_detector: FailureDetector,
         activities: Callable[[], Iterable[Activity]],
+        has_communicated: Callable[[], bool],
         records: bool = False,
     ) -> None:
         warning = config.STALL_WARNING.get()
@@ -67,7 +69,7 @@ class Observers:
             self.all_stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
             unused = UnusedWatch(
                 len(membership),
-                lambda: any(True for _ in activities()),
+                has_communicated,
                 lambda: failure_detector.failed or failure_detector.failure() is not None,
                 logger.warning,
             )
