@@ -167,6 +167,7 @@ def run_rank(fd: int, parent: int, rank: int, by: str) -> None:
     end_with_parent()
     if os.getppid() != parent:  # it ended before the line above took effect
         sys.exit(1)
+    os.set_inheritable(fd, False)  # what the function starts could keep the pipe open
     connection: Connection[Any, Any] = Connection(fd)
     take_search_path(connection.recv())
     outcome = call(connection.recv_bytes(), rank)

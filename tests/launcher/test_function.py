@@ -45,6 +45,18 @@ def test_an_error_comes_back_with_rank_and_traceback(capfd):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def handed_on(directory):
+    ring.init()
+    file = f"{directory}/{ring.rank()}"
+    os.system(f"ls /proc/self/fd > {file}")
+    with open(file) as listing:
+        return listing.read().split()
+
+
+def test_programs_that_a_rank_starts_get_neither_its_pipe_nor_the_memory_of_the_job(tmp_path):
+    assert ring.run(handed_on, (str(tmp_path),), ranks=2) == [["0", "1", "2", "3"]] * 2  # 3: what `ls` reads
+
+
 def killed():
     ring.init()
     print("speaking before the end")

@@ -124,6 +124,11 @@ def _above_standard_streams(fd: int) -> int:
         os.close(fd)
 
 
+def _is_segment(fd: int) -> bool:
+    """Whether an open file is a segment, and none of a user's own files, which could be mapped and overwritten, too."""
+    return os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
+
+
 class Segment:
     """A mapping of one shared segment.
 
@@ -163,13 +168,15 @@ class Segment:
     def inherited(cls, fd: int, nbytes: int) -> Segment:
         """Map the segment that the parent of this process created and passed on.
 
+        Programs that this process starts do not inherit it.
+
         Raises:
             SharedMemoryError: the number belongs to no open file, or to one that is not such a segment.
         """
         try:
-            # A user's own file could be mapped, too, and would be overwritten.
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ") or os.fstat(fd).st_size < nbytes:
+            if not _is_segment(fd) or os.fstat(fd).st_size < nbytes:
                 raise SharedMemoryError(f"file {fd} is not a segment of {nbytes} bytes")
+            os.set_inheritable(fd, False)
             return cls(fd, nbytes)
         except OSError as error:
             raise SharedMemoryError(str(error)) from error
@@ -185,7 +192,7 @@ class Segment:
         try:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                if os.fstat(fd).st_size != max(nbytes, 1):
+                if not _is_segment(fd) or os.fstat(fd).st_size != max(nbytes, 1):
                     raise OSError(errno.EBADF, "it is another file by now")
                 return cls(fd, nbytes)
             except BaseException:

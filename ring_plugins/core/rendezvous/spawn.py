@@ -159,7 +159,9 @@ class SharedMemoryRendezvous:
                     line.show(lambda came=came: arrivals(came, self.size, " to reach init()"))  # type: ignore[misc]
                 time.sleep(0.001)
         publish()  # read the payloads only after their rounds
-        return [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
+        found = [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
+        self._slot(self.rank, 1)[1][:] = 0  # of the round before, which all have read: it may hold a secret
+        return found
 
     def has_arrived(self, rank: int) -> bool:
         """Whether a rank has ever called `gather`."""
@@ -170,8 +172,9 @@ class SharedMemoryRendezvous:
         slots = self.segment.array[self._first_slot :][2 * rank * _SLOT :][: 2 * _SLOT].reshape(2, _SLOT)
         return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
 
-    def _slot(self, rank: int) -> tuple[Any, Any]:
-        start = self._first_slot + (2 * rank + self._round % 2) * _SLOT
+    def _slot(self, rank: int, before: int = 0) -> tuple[Any, Any]:
+        """Words and payload of a rank in this round, or so many rounds before."""
+        start = self._first_slot + (2 * rank + (self._round - before) % 2) * _SLOT
         slot = self.segment.array[start : start + _SLOT]
         return slot[:16].view(np.int64), slot[16:]
 

@@ -49,8 +49,19 @@ def test_a_file_that_took_the_number_of_a_closed_segment_is_not_mapped(tmp_path)
     address = segment.address
     with open(tmp_path / "other", "wb+") as other:
         os.dup2(other.fileno(), segment.fd)
-        with pytest.raises(SharedMemoryError, match="another file"):
-            Segment.open(address, 1)
+        for nbytes in (0, 10):
+            other.truncate(nbytes)
+            with pytest.raises(SharedMemoryError, match="another file"):
+                Segment.open(address, 1)
+
+
+def test_programs_do_not_inherit_a_segment_that_was_passed_on():
+    segment = Segment.create(10)
+    os.set_inheritable(segment.fd, True)  # as pass_fds does in a child
+    other = Segment.inherited(segment.fd, 10)
+    segment.fd = -1
+    assert os.system(f"test -e /proc/self/fd/{other.fd}")
+    assert other.array.size == 10
 
 
 def test_a_forked_child_has_a_copy_of_its_own_and_no_access_to_the_others():

@@ -37,6 +37,15 @@ def test_every_rank_gets_every_payload_in_every_round():
             assert found == [expected] * 3
 
 
+def test_what_all_have_read_is_erased():
+    ranks = rendezvous(2)
+    with ThreadPoolExecutor(2) as pool:
+        for payload in ("a secret", "a word", ""):
+            list(pool.map(lambda one, told=payload: one.gather(told), ranks))
+            assert (b"a secret" in ranks[0].segment.array.tobytes()) == (payload == "a secret")
+    assert b"a word" not in ranks[0].segment.array.tobytes()
+
+
 def test_a_missing_rank_is_named(monkeypatch):
     monkeypatch.setenv("RING_START_TIMEOUT", "0.05")
     with pytest.raises(LaunchError, match=r"rank 0 timed out waiting for ranks 1, 2 to reach init\(\)"):
