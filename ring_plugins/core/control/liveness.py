@@ -34,7 +34,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _PID, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH, _ADMITS = range(8)
+_STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH, _ADMITS = range(7)
 #: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
 _MEMBERS, _CAUSE, _ADDRESS, _REFUSALS = 128, 1024, 8192, 9216
 #: Refusals that peers can still read, and bytes of each: its number from 1, the operation (three words), the length of
@@ -51,10 +51,16 @@ SILENT_ENDS = "it was killed by a signal (out of memory? `kill -9`?), crashed in
 
 
 class Liveness:
-    """The segment of one process: its owner writes it, peers read it."""
+    """The segment of one process: its owner writes it, peers read it.
 
-    def __init__(self, segment: Segment, rank: int) -> None:
-        self.rank = rank
+    Args:
+        segment: the segment.
+        rank: of the process.
+        pid: the process in which the kernel has found the segment, whatever the segment says: it may have to be killed.
+    """
+
+    def __init__(self, segment: Segment, rank: int, pid: int) -> None:
+        self.rank, self.pid = rank, pid
         self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
@@ -65,8 +71,7 @@ class Liveness:
     @classmethod
     def create(cls, rank: int) -> Liveness:
         """Create this process's segment, and hold its lock from now on."""
-        own = cls(Segment.create(_NBYTES), rank)
-        own._words[_PID] = os.getpid()
+        own = cls(Segment.create(_NBYTES), rank, os.getpid())
         own._words[_STATE] = RUNNING
         fcntl.lockf(own._segment.fd, fcntl.LOCK_EX)
         return own
@@ -80,15 +85,11 @@ class Liveness:
         """
         if address[2] != _NBYTES:
             raise SharedMemoryError(f"the memory of rank {rank} at {address} does not have {_NBYTES} bytes.")
-        return cls(Segment.open(address, rank), rank)
+        return cls(Segment.open(address, rank), rank, address[0])
 
     @property
     def address(self) -> Address:
         return self._segment.address
-
-    @property
-    def pid(self) -> int:
-        return self._words[_PID]
 
     @property
     def state(self) -> int:
