@@ -143,7 +143,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         finally:  # a signal's handler may have raised; Python shows both exceptions then
             _shielded(lambda: job.fail(cause or error))
         shared = (MismatchError.__name__, DeadlockError.__name__)  # perhaps in the text of a framework's own error
-        if cause is None and other is None and any(name in f"{kind.__name__} {error}" for name in shared):
+        if cause is None and other is None and any(name in summary(error) for name in shared):
             time.sleep(_PRINTING if is_reported else _SAME_ERROR)  # the others raise it elsewhere, and print that, too
         if cause is not None:
             detector = job.failure_detector
@@ -299,7 +299,7 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
         while (failure := job.failure_detector.failure()) is None and time.monotonic() < end:
             time.sleep(0.005)
         return failure
-    if job.failure_detector is None or not job.failure_detector.aborted or PeerFailed.__name__ not in str(error):
+    if job.failure_detector is None or not job.failure_detector.aborted or PeerFailed.__name__ not in summary(error):
         return None
     return job.failure_detector.failure()
 

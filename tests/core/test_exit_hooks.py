@@ -68,6 +68,16 @@ def test_an_error_of_this_rank_is_shown_and_reported_and_ends_the_job(uncaught, 
     assert "ring_plugins: rank 1 failed:" in capsys.readouterr().err
 
 
+def test_an_error_without_a_text_ends_the_job_as_any_other(uncaught):
+    class Textless(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    job, error = Job(), Textless()
+    assert uncaught(job, error) == [error]
+    assert job.calls == [error, "abort"]
+
+
 def test_what_a_signal_handler_raises_meanwhile_hides_no_failure(uncaught, monkeypatch):
     """A data loader's handler for SIGCHLD raises, for example. It may interrupt the hook, or what tells the others."""
 
