@@ -383,14 +383,14 @@ class World:
         if ranks == self._sizes[1]:
             others.pop("ranks", None)
         told = [f"{caller}({', '.join(f'{name}={value!r}' for name, value in others.items())})"] if others else []
-        before = [f"{name} ({now[name]!r})" if now[name] else f"{name} (none)" for name in others]
+        before = [f"{name}={now[name]!r}" if now[name] else f"no {name}" for name in others]
         for variable, text in self._variables.items():
             if variable.text() != text:
                 told.append(f"{variable.name}={variable.text()!r}")
-                before.append(f"{variable.name} ({repr(text) if text else 'not set'})")
+                before.append(f"{variable.name}={text!r}" if text else f"no {variable.name}")
         if told:
             raise ArgumentError(
-                f"{' and '.join(told)}: init() was called before with another {' and '.join(before)}, and a job does "
+                f"{' and '.join(told)}: init() was called before with {' and '.join(before)}, and a job does "
                 "not change by another call. Pass all of it to the first call, which comes before anything else that "
                 "uses the job, on all ranks; later calls may leave it out."
             )

@@ -153,4 +153,4 @@ def test_init_and_the_strategy_must_agree():
         check=False,
     )
     assert result.returncode != 0
-    assert "init() was called before with another on_failure" in result.output
+    assert "init() was called before with on_failure=" in result.output

@@ -85,9 +85,12 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     else:
         found = Rendezvous(0, 1, lambda payload: [payload], None)
     if ranks is not None and ranks != found.size and found.rank == 0 and not config.JOINS.is_set():
+        by, remedy = record.by, "The launcher's own option decides."
+        if record.kind == "single":
+            by, remedy = "this script's first init()", "They stay for the whole script, so pass the number there."
         warnings.warn(
-            f"init(ranks={ranks}) was requested, but {record.by} started {found.size} "
-            f"{'rank: using that' if found.size == 1 else 'ranks: using those'}. The launcher's own option decides.",
+            f"init(ranks={ranks}) was requested, but {by} started {found.size} "
+            f"{'rank: using that' if found.size == 1 else 'ranks: using those'}. {remedy}",
             stacklevel=3,
         )
     if found.size > 1:
