@@ -418,7 +418,10 @@ def silent_end(code: int, of_memory: bool = False) -> str:
         of_memory: whether the kernel has killed a process meanwhile since memory ran out.
     """
     if code == -signal.SIGKILL and of_memory:
-        return "was killed by SIGKILL when memory ran out: the host's, or that which its control group may use"
+        return (
+            "was killed by SIGKILL, and may have been since memory ran out, of the host or of a control group: the "
+            "kernel has killed a process of this host for that"
+        )
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory? `kill -9`?)"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
