@@ -6,6 +6,7 @@ Scripts that come from Horovod import one module as `hvd` and find everything in
 import ast
 import sys
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 
 #: Names of Horovod's, with what to write instead where the name alone does not tell.
@@ -52,6 +53,14 @@ _HOROVOD = {
 }
 
 
+#: Names of other libraries, and what to write instead.
+_ELSEWHERE = {
+    "get_local_rank": "ring_plugins.local_rank()",
+    "get_rank": "ring_plugins.rank()",
+    "get_world_size": "ring_plugins.size()",
+    "hvd": "import ring_plugins.horovod.torch as hvd, or .keras or .tensorflow",
+    "world_size": "ring_plugins.size()",
+}
 #: Packages whose public names are looked up without importing them, which would import a framework.
 _PLUGINS = ("torch", "keras", "lightning")
 _OF_HOROVOD = ("horovod.torch", "horovod.keras", "horovod.tensorflow")
@@ -79,7 +88,16 @@ def _remedy(module: str, name: str) -> str:
     others = _OF_HOROVOD if inner.startswith("horovod") else _PLUGINS
     if found := [f"{package}.{other}" for other in others if other != inner and name in _public_names(other)]:
         return f": import it from {' or '.join(found)}"
-    return f": write {_HOROVOD[name]} (docs/from_horovod.md)" if name in _HOROVOD else ""
+    if name in _HOROVOD:
+        return f": write {_HOROVOD[name]} (docs/from_horovod.md)"
+    if name in _ELSEWHERE:
+        return f": write {_ELSEWHERE[name]}"
+    directory = Path(__file__).parent.joinpath(*inner.split("."))
+    if name.startswith("_") or (directory / name).exists() or (directory / f"{name}.py").exists():
+        return ""  # a module of ours, which `from package import module` first looks for here
+    public = {one.casefold(): one for one in getattr(sys.modules.get(module), "__all__", ())}
+    near = get_close_matches(name.casefold(), public, 1, 0.75)
+    return f": did you mean {module}.{public[near[0]]}?" if near else ""
 
 
 def _public_names(module: str) -> Collection[str]:

@@ -166,6 +166,8 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
     """
     if getattr(x, "requires_grad", False):
         _refuse_gradient(x, "all_reduce")
+    if wait is not True:
+        _check_wait(wait)
     communicator = current().communicator
     try:
         return _in_place(communicator, "all_reduce", x, out, wait, communicator.all_reduce, op, reads_source=True)
@@ -188,6 +190,8 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         MismatchError: ranks gave different shapes, dtypes or roots.
     """
     _refuse_gradient(x, "broadcast")
+    if wait is not True:
+        _check_wait(wait)
     communicator = current().communicator
     root = check_rank(root, communicator)
     try:
@@ -212,6 +216,8 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
         MismatchError: dtypes or trailing dimensions differ.
     """
     _refuse_gradient(x, "all_gather")
+    if wait is not True:
+        _check_wait(wait)
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -250,6 +256,8 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         MismatchError: ranks gave different shapes, dtypes or ops.
     """
     _refuse_gradient(x, "reduce_scatter")
+    if wait is not True:
+        _check_wait(wait)
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -290,6 +298,8 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         MismatchError: dtypes or trailing dimensions differ.
     """
     _refuse_gradient(x, "all_to_all")
+    if wait is not True:
+        _check_wait(wait)
     communicator = current().communicator
     try:
         array, dtype = host_array(x)
@@ -344,6 +354,16 @@ def all_gather_object(item: Any) -> list[Any]:
         item: this rank's object, which must be picklable.
     """
     return current().communicator.all_gather_object(item)
+
+
+def _check_wait(wait: Any) -> None:
+    """Refuse a text such as "no", which counts as true, and other objects.
+
+    Raises:
+        ArgumentError: it is neither True nor False.
+    """
+    if not isinstance(wait, (bool, int, np.bool_)):
+        raise ArgumentError(f"wait={wait!r:.60} must be True or False.")
 
 
 def _refuse_gradient(x: Any, function: str) -> None:

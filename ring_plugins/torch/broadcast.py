@@ -19,7 +19,7 @@ from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu, known_bytes, streams
 from ring_plugins.torch.sharded_optimizer import is_sharded
-from ring_plugins.torch.tensor_memory import check_plain, is_dense
+from ring_plugins.torch.tensor_memory import are_pairs, check_plain, is_dense
 from ring_plugins.torch.tensors import Target
 
 
@@ -47,14 +47,21 @@ def broadcast_parameters(
     if isinstance(parameters, nn.Module):
         named = [*parameters.named_parameters(), *parameters.named_buffers()]
     else:
+        if isinstance(parameters, torch.Tensor):
+            raise ArgumentError(
+                "parameters is one tensor: pass the model, or use ring_plugins.broadcast(x, root, out=x) for a tensor."
+            )
         named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
         if not named and not isinstance(parameters, Mapping):
             raise ArgumentError(
                 "parameters is empty: what named_parameters() returned can be read only once. Pass the model, or its "
                 "state_dict()."
             )
-    if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in named):
-        raise ArgumentError("parameters holds other items than names and tensors: pass the model, or its state_dict().")
+    if not are_pairs(named, torch.Tensor):
+        raise ArgumentError(
+            "parameters holds other items than names and tensors, as parameters() does: pass the model, its "
+            "named_parameters() or its state_dict()."
+        )
     for name, tensor in named:
         check_plain(tensor, name, is_written=True)
     source = Root(check_rank(root, current().communicator))

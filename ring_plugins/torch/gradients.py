@@ -46,6 +46,7 @@ from ring_plugins.torch.own_gradients import (
 )
 from ring_plugins.torch.ownership import Claim, refusal, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
+from ring_plugins.torch.tensor_memory import are_pairs
 
 #: What other ranks are told that an exception has ended.
 _CONSTRUCTING = "the construction of a gradient averager"
@@ -119,8 +120,11 @@ class GradientAverager:
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             _check_passes(passes_per_step)
             model = parameters if isinstance(parameters, nn.Module) else list(parameters)
-            if isinstance(model, list) and not all(isinstance(parameter, nn.Parameter) for _, parameter in model):
-                raise ArgumentError("parameters holds other items than (name, parameter) pairs: pass the model.")
+            if isinstance(model, list) and not are_pairs(model, nn.Parameter):
+                raise ArgumentError(
+                    "parameters holds other items than (name, parameter) pairs, as parameters() does: pass the model, "
+                    "or its named_parameters()."
+                )
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)

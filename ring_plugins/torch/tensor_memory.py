@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -9,6 +11,14 @@ from torch.nn.parameter import is_lazy
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.device import memory_of
+
+
+def are_pairs(items: Iterable[object], kind: type) -> bool:
+    """Whether all items are a name and an object of a kind."""
+    return all(
+        isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], kind)
+        for item in items
+    )
 
 
 def check_plain(tensor: torch.Tensor, name: str, is_written: bool = False) -> None:

@@ -35,6 +35,14 @@ def world(monkeypatch):
     monkeypatch.setattr(functions, "current", lambda: world)
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("wait", ["no", "False", None, [True]])
+def test_wait_is_true_or_false(name, wait):
+    with pytest.raises(ArgumentError, match=r"wait=.* must be True or False"):
+        getattr(functions, name)(np.ones(1), wait=wait)
+    assert getattr(functions, name)(np.ones(1), wait=np.False_).wait() is not None
+
+
 def test_rank_and_counts_come_from_the_topology():
     names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
     assert [getattr(functions, name)() for name in names] == [5, 8, 1, 2, 2, 4]

@@ -176,3 +176,11 @@ def test_a_broadcast_of_nothing_is_refused_on_all_ranks(told: list[str]) -> None
             with pytest.raises(ring.ArgumentError, match=re.escape(words)):
                 function(parameters)
     assert told == ["broadcast_parameters"] * 8
+    for parameters, words in (
+        (torch.nn.Linear(2, 1).parameters(), "as parameters() does: pass the model, its named_parameters() or its"),
+        (torch.ones(2), "parameters is one tensor: pass the model"),
+    ):
+        with pytest.raises(ring.ArgumentError, match=re.escape(words)):
+            rt.broadcast_parameters(parameters)  # type: ignore[arg-type]
+    with pytest.raises(ring.ArgumentError, match=re.escape("as parameters() does: pass the model, or its named_para")):
+        rt.GradientAverager(torch.nn.Linear(2, 1).parameters())  # type: ignore[arg-type]
