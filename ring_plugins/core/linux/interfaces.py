@@ -126,6 +126,12 @@ def reserve_port() -> socket.socket:
     The kernel does not hand out a bound port to sockets that ask for any free one. A second socket can still bind it,
     as long as both set SO_REUSEADDR (`create_server` does) and the first does not listen. Closing it ends the
     reservation.
+
+    This keeps out accidents, not attackers: the second socket may be any user's. By trying, a stranger on this host
+    finds a reserved port in a second, and listens there. Whoever was to listen then gets EADDRINUSE, and whoever
+    connects reaches the stranger, so it has to find out with whom it speaks. Our bootstrap does; torch's store and gRPC
+    do not. A reservation with SO_REUSEPORT alone would be for this user only, but every later listener would have to
+    set that, too, and torch's store does not.
     """
     reserved = socket.socket()
     try:
