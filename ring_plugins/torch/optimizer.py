@@ -265,8 +265,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def synchronize(self) -> None:
         """Average the gradients of passes that only accumulated; otherwise they are averages when backward returns.
 
-        Call it before clipping or unscaling in a step that has had fewer passes than `backward_passes_per_step`, or
-        had them all in `no_sync()`; on all ranks.
+        Call it before clipping in a step that has had fewer passes than `backward_passes_per_step`, or
+        had them all in `no_sync()`; on all ranks. A `GradScaler` has it called before it unscales.
         """
         self._average_what_is_left()
 

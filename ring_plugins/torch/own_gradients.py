@@ -11,6 +11,10 @@ before is equal on all ranks. Ranks that would pair such a reduction with one of
 of updates differ (`compared_options`). Two things cannot be made right, and are errors. Inside a backward, other
 gradients are still to come. And what a script has changed in place before the average, as clipping does, is not linear.
 
+A `GradScaler` looks for overflows before it calls the optimizer, so the average has to come before that: on a rank's
+own gradients one would skip its step while others make theirs. It has no hooks, so the method of its class that reads
+gradients, for `unscale_` as for `step`, is wrapped.
+
 **An averager that nobody refers to any more** averages nothing, and says so when its parameters are trained on: when an
 optimizer steps on gradients that came since, or when a second backward finds other values of a parameter. A gradient
 alone is no error: a script may look at gradients when training is over.
@@ -25,12 +29,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.world import World, current, is_initialized
+from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 _watched: list[weakref.ref[OwnGradients]] = []
 
@@ -112,8 +118,13 @@ class OwnGradients:
             for version in (_version(gradient),)
         )
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Average what an optimizer is about to use, if it has to be."""
+    def before_use(self, optimizer: Optimizer, is_step: bool) -> None:
+        """Average the gradients of an optimizer that are about to be used, if they have to be.
+
+        Args:
+            optimizer: whose.
+            is_step: whether it updates by them now; a `GradScaler` looks at them before.
+        """
         averager = self._averager()
         if averager is None or averager.is_closed:
             return
@@ -129,6 +140,8 @@ class OwnGradients:
         is_assigned = last.reductions == averager.steps and averager.is_on_host and last.first != _first(last.updated)
         if (self.present or is_assigned) and not averager.is_superseded:
             averager.average_before_step()
+        if not is_step:
+            return
         averager.begin_step()
         self.sees_steps = True
         if self.counts_updates:
@@ -213,15 +226,15 @@ def _dropped_error(name: str) -> RingError:
     )
 
 
-def before_step(optimizer: Optimizer) -> None:
-    """Average what an optimizer is about to use, where a backward or the script left gradients that are not averaged.
+def before_use(optimizer: Optimizer, is_step: bool = True) -> None:
+    """Average gradients of an optimizer that are about to be used, if a backward or the script left some of this rank.
 
     Raises:
         RingError: see `GradientAverager.average_before_step`.
     """
     for reference in _watched.copy():  # in the order in which the averagers were made, equal on all ranks
         if (own := reference()) is not None:
-            own.before_step(optimizer)
+            own.before_use(optimizer, is_step)
 
 
 def _gradients(averager: Averager) -> list[torch.Tensor]:
@@ -235,7 +248,7 @@ def _version(gradient: torch.Tensor) -> int:
 def changed_before_average(name: str) -> RingError:
     """The error for gradients that were clipped, say, while they were a rank's own."""
     return RingError(
-        f"{name}: gradients of this rank were changed in place (clipped, or unscaled by a GradScaler) before they were "
+        f"{name}: gradients of this rank were changed in place (clipped, say) before they were "
         "averaged, since no backward after the last step() has averaged them: they came in no_sync(), or in fewer "
         "passes than passes_per_step. Call optimizer.synchronize(), or GradientAverager.finish(), after the last "
         "backward of such a step. If each rank is to change its own gradients, assign new ones: p.grad = p.grad * x."
@@ -254,6 +267,16 @@ def step_inside_backward(name: str) -> RingError:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def unscale_averages(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.synchronize()
+        before_use(optimizer, is_step=False)
+        return unscale(scaler, optimizer, *args, **kwargs)
+
+    GradScaler._unscale_grads_ = unscale_averages  # type: ignore[assignment, method-assign, unused-ignore]
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,12 +287,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _refuse_dropped(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        before_step(optimizer)
+        before_use(optimizer)
         return None
 
     def evaluate(*given: Any, **named: Any) -> Any:
         loss = closure(*given, **named)
-        before_step(optimizer)
+        before_use(optimizer)
         return loss
 
     if len(args) > 1:

@@ -41,7 +41,7 @@ from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.device import is_supported
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.own_gradients import before_step
+from ring_plugins.torch.own_gradients import before_use
 from ring_plugins.torch.parameter_slices import ParameterSlices
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -174,7 +174,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before_step(self)  # torch's hook sees slices instead of parameters
+        before_use(self)  # torch's hook sees slices instead of parameters
         self._updates.step()
         return loss
 

@@ -37,6 +37,9 @@ class WrappedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
+    def synchronize(self) -> None:
+        """Average gradients that are not averaged yet; nothing to do where others average them."""
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)

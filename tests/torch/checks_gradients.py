@@ -1179,6 +1179,38 @@ def scaler_skips_on_all_ranks_when_one_overflows() -> None:
 
 
 @check
+def a_scaler_sees_averages_of_gradients_that_no_backward_averaged() -> None:
+    for where in ("passes", "no_sync", "unscale", "plain", "fused"):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), 0.1, fused=where == "fused")
+        optimizer, averager = inner, None
+        if where == "plain":
+            averager = GradientAverager(model, passes_per_step=2)
+        else:
+            passes = 1 if where == "no_sync" else 2
+            optimizer = DistributedOptimizer(inner, model.named_parameters(), backward_passes_per_step=passes)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        before, scales = model.weight.detach().clone(), []
+        for overflows in (True, False):
+            model.zero_grad()
+            x = torch.full((1, 2), float("inf") if overflows and RANK == SIZE - 1 else 1.0 + RANK)
+            with optimizer.no_sync() if where == "no_sync" else contextlib.nullcontext():
+                scaler.scale(model(x).sum()).backward()
+            if where == "unscale":
+                scaler.unscale_(optimizer)
+                assert overflows or torch.allclose(model.weight.grad, torch.full((1, 2), (1 + SIZE) / 2))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [512.0, 512.0], (where, scales)
+        assert torch.allclose(model.weight, before - 0.1 * (1 + SIZE) / 2), where
+        assert same_everywhere(model.parameters()), where
+        (averager or optimizer).close()
+
+
+@check
 def optimizer_looks_like_the_one_it_wraps() -> None:
     model = nn.Linear(2, 1)
     inner = torch.optim.Adam(model.parameters(), 0.1)

@@ -1,6 +1,7 @@
 """What private names of torch are taken for: a version of torch that changes one fails here, not in somebody's step."""
 
 import importlib
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -47,6 +48,26 @@ def test_what_a_backward_tells() -> None:
     assert torch._C._current_graph_task_id() == -1
     weight.sum().backward()
     assert seen == [True, None]  # the callback runs before `backward()` returns, in no node
+
+
+def test_what_a_scaler_reads_gradients_by() -> None:
+    """Every way to unscale goes through one method, which is wrapped to average before."""
+    seen: list[object] = []
+
+    class Scaler(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+            seen.append(optimizer)
+            return super()._unscale_grads_(optimizer, *args)
+
+    for unscales in (True, False):
+        for fused in (True, False):
+            weight = torch.nn.Parameter(torch.ones(2))
+            optimizer, scaler = torch.optim.SGD([weight], 0.1, fused=fused), Scaler("cpu")
+            scaler.scale(weight.sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            assert seen.pop() is optimizer and not seen
 
 
 def test_names_in_modules() -> None:
