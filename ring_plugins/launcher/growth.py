@@ -112,6 +112,8 @@ def running_jobs() -> dict[int, str]:
             pid = int(one.split("/")[-2])
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                if b"run" in words:  # before it is what starts the `ring` command
+                    words = [b"ring", *words[words.index(b"run") :]]
                 found[pid] = quoted(b" ".join(words).decode(errors="replace"))
         left = full
         time.sleep(0.02 if left else 0.0)

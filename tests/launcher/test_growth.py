@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +52,10 @@ def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch
     with pytest.raises(LaunchError, match="3 seats are free"):
         request_ranks(4, os.getpid())
     assert "python" in running_jobs()[os.getpid()]
+    command = b"python\0-c\0import ring_plugins.__main__\0run\0-n\0" + b"2\0train.py\0"
+    with monkeypatch.context() as patch:  # a job that init() has started
+        patch.setattr(growth, "Path", lambda _: SimpleNamespace(read_bytes=lambda: command))
+        assert running_jobs()[os.getpid()] == "ring run -n 2 train.py"
     monkeypatch.setattr(growth, "running_jobs", lambda: {os.getpid(): "ring run"})
     done = CliRunner().invoke(app, ["add-ranks", "1"])
     assert (done.exit_code, done.stdout) == (0, "ring add-ranks: they will join.\n")
