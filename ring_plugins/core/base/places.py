@@ -107,6 +107,11 @@ def place_of_call() -> str:
     return described(frames_of_call())
 
 
+def place_of_thread(ident: int) -> str:
+    """Where a thread is in the user's code."""
+    return place((code.co_filename, _line(code, at)) for code, at in _stack_of(ident))
+
+
 def called_here(function: Callable[[], T]) -> Callable[[], T]:
     """Let `function`, which another thread will run, be at the place where this thread is now."""
     frames = _stack_of(threading.get_ident())  # neither frames, whose variables would live on, nor texts: slow

@@ -13,8 +13,8 @@ once, and if it waits for a queued work, the thread runs the queue up to that. I
 
 What is left is a callback that waits for something else: an event that the script sets once a later collective is over,
 or another group whose own callback waits for this one. It neither computes nor waits for other ranks. After some
-seconds of that, another thread goes on with the queue. From then on the callback's place is lost, so a collective that
-it calls breaks the communicator on all ranks.
+seconds of that, another thread goes on with the queue, and a warning says so the first time. From then on the
+callback's place is lost, so a collective that it calls breaks the communicator on all ranks.
 
 Considered and rejected: a pool of threads for callbacks that the queue does not wait for, as gloo has. The order of
 operations then differs between ranks by chance. A second communicator for the operations of callbacks gives them an
@@ -31,6 +31,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.places import place_of_thread
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.wait import long_waits, nap_precisely
 
@@ -168,6 +170,7 @@ class QueueThread:
         self._lock = threading.Lock()
         self._callback_of = ""  # the work whose callbacks hold the queue
         self.late: set[int] = set()
+        self._was_told = False  # that a callback has held the queue
         self._stand_in: HelperThread | None = None
         self._ended = threading.Event()
         self._thread = HelperThread(self._serve, f"ring:{name}")
@@ -286,7 +289,16 @@ class QueueThread:
                 if waiting < _IDLE_CALLBACK:
                     continue
                 self.late.add(ident)
+                callback_of, was_told, self._was_told = self._callback_of, self._was_told, True
                 self._thread, self._stand_in = threading.current_thread(), None  # type: ignore[assignment]
                 self._callback_of, self._unfinished = "", self._queue.qsize()
+            if not was_told:
+                where = f" at {where}" if (where := place_of_thread(ident)) else ""
+                logger.warning(
+                    f"{self._name}: a callback of {callback_of} has waited {_IDLE_CALLBACK:g} s{where} "
+                    "for something else than other ranks, such as an operation of another group whose own callback "
+                    "waits for this one. Further operations were queued behind it and go on now, but each such wait "
+                    "takes as long. Wait in the script instead, or start there what the callback waits for."
+                )
             self._serve()
             return

@@ -115,6 +115,21 @@ def test_the_queue_goes_on_without_a_callback_that_waits_for_the_script(script, 
     assert script.log == ["first", "second", "third"]
 
 
+def test_the_first_callback_that_holds_the_queue_is_told_with_its_place(script, monkeypatch):
+    told = []
+    monkeypatch.setattr(background, "_IDLE_CALLBACK", 0.1)
+    monkeypatch.setattr(background, "_LOOK", 0.05)
+    monkeypatch.setattr(background.logger, "warning", told.append)
+    for _ in range(2):
+        script.go.clear()
+        ended = script.start_first(lambda: script.go.wait(60))
+        script.executor.start("second", script.note("second")).wait()
+        script.go.set()
+        assert ended.wait(60)
+    (text,) = told
+    assert f"a callback of first has waited 0.1 s at {__file__}, line " in text and "Wait in the script instead" in text
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_an_operation_that_has_lost_its_place_breaks_the_communicator(script, blocking, monkeypatch):
     monkeypatch.setattr(background, "_IDLE_CALLBACK", 0.1)
