@@ -53,13 +53,16 @@ def shard(
     Args:
         data: data for `fit`:
 
-            * numpy arrays, or a tuple such as (x, y, sample_weight) or dict of them, of equal first dimension. Returns
-              a `PyDataset`; in each step all ranks together take `batch_size` x ranks consecutive samples.
+            * arrays, or a tuple such as (x, y, sample_weight) or dict of them, of equal first dimension: of numpy,
+              dense tensors, pandas (its rows by position), h5py, SciPy's sparse matrices (their batches are dense), or
+              of a class whose `shape` and `[indices]` are like numpy's. Returns a `PyDataset`; in each step all ranks
+              together take `batch_size` x ranks consecutive samples.
             * a `keras.utils.PyDataset` of known length. With n ranks, returns one with every n-th batch.
             * a `tf.data.Dataset` of samples or batches; with n ranks each takes every n-th element. If it was
               shuffled, it must have been with a seed.
             * a torch `DataLoader`. Returns one over the same dataset with a sampler of this package.
-            * any other iterable or generator of batches; with n ranks each takes every n-th.
+            * any other iterable or generator of batches, but no list, tuple, dict or string of anything else; with n
+              ranks each takes every n-th.
 
         batch_size: samples per rank and step, for arrays only.
         shuffle: whether to shuffle. By default arrays and `PyDataset`s are shuffled, a `DataLoader` if it was before,
@@ -78,6 +81,10 @@ def shard(
     _refuse_divided(data)
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
+    if shuffle is not None and (not isinstance(shuffle, int | np.bool_ | np.integer) or shuffle < 0):
+        raise ArgumentError(f"shuffle={shuffle!r} must be True, False or, for a tf.data.Dataset, a positive number.")
+    if not _is_integer(seed) or seed < 0:
+        raise ArgumentError(f"seed={seed!r} must be an integer, zero or more.")
     rank, size = connect().share
     if isinstance(data, keras.utils.PyDataset):
         _refuse_if(remainder == "keep", remainder, "a PyDataset")
@@ -91,7 +98,13 @@ def shard(
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
     if _is_of_arrays(data):
         return ShardedArrays(data, batch_size, rank, size, shuffle is not False, seed, remainder)
-    if inspect.isgenerator(data) or isinstance(data, Iterable):
+    if isinstance(data, tuple | list | dict):
+        kinds = {type(leaf).__name__ for leaf in keras.tree.flatten(data) if not _is_array(leaf)} - {"NoneType"}
+        raise ArgumentError(
+            f"data is a {type(data).__name__} of {', '.join(sorted(kinds)) or 'nothing'} rather than of arrays; "
+            "convert Python lists and numbers with numpy.asarray, and pass a list of batches as iter(batches)."
+        )
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes | set | frozenset):
         _refuse_if(remainder != "drop" or bool(shuffle), remainder, "a stream, and neither is shuffle")
         return shard_iterable(data, rank, size)
     raise ArgumentError(
@@ -174,7 +187,45 @@ def _is_from(data: Any, package: str, name: str) -> bool:
 
 def _is_of_arrays(data: Any) -> bool:
     leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
-    return bool(leaves) and all(leaf is None or (hasattr(leaf, "shape") and len(leaf.shape) > 0) for leaf in leaves)
+    return any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and len(leaf.shape) > 0
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _by_position(array: Any) -> Any:
+    """An array whose rows `_rows` can take.
+
+    Raises:
+        ArgumentError: it is a tensor whose rows cannot be taken.
+    """
+    kind = type(array).__name__
+    if getattr(array, "layout", None) is not None and str(array.layout) != "torch.strided":
+        kind = "SparseTensor"
+    if kind in ("SparseTensor", "RaggedTensor") or _is_from(array, "jax", "JAXSparse"):
+        raise ArgumentError(
+            f"data holds a {kind}, whose rows cannot be divided here; pass a dense tensor, or a tf.data.Dataset."
+        )
+    if hasattr(array, "iloc"):  # pandas: [indices] would take columns, or rows by their labels
+        values = array.to_numpy()
+        return values[:, None] if values.ndim == 1 else values  # as Keras does with a Series
+    if hasattr(array, "tocsr"):  # SciPy: other forms have no rows
+        return array.tocsr()
+    return np.asarray(array) if type(array).__module__.split(".")[0] == "tensorflow" else array
+
+
+def _rows(array: Any, indices: Indices) -> Any:
+    if isinstance(array, np.ndarray) or _is_from(array, "torch", "Tensor"):
+        return array[indices]
+    ordered, places = np.unique(indices, return_inverse=True)  # h5py takes rows only in ascending order
+    rows = array[ordered]
+    rows = rows.toarray() if hasattr(rows, "toarray") else np.asarray(rows) if hasattr(rows, "__array__") else rows
+    return rows[places]
 
 
 def _refuse_if(wrong: bool, remainder: str, what: str) -> None:
@@ -200,7 +251,7 @@ class Order:
     def __init__(
         self, count: int, per_rank: int, rank: int, size: int, shuffle: bool, seed: int, remainder: str
     ) -> None:
-        if per_rank < 1:
+        if not _is_integer(per_rank) or per_rank < 1:
             raise ArgumentError(f"batch_size={per_rank!r} is not a positive number.")
         together = per_rank * size
         self.steps = count // together if remainder == "drop" else -(-count // together)
@@ -286,7 +337,8 @@ class ShardedArrays(keras.utils.PyDataset):
         self, arrays: Any, batch_size: int, rank: int, size: int, shuffle: bool, seed: int, remainder: str
     ) -> None:
         super().__init__()
-        lengths = {len(array) for array in keras.tree.flatten(arrays) if array is not None}
+        arrays = keras.tree.map_structure(lambda array: None if array is None else _by_position(array), arrays)
+        lengths = {int(array.shape[0]) for array in keras.tree.flatten(arrays) if array is not None}
         if len(lengths) != 1:
             raise ArgumentError(f"data has arrays of different lengths {sorted(lengths)}; they must be equal.")
         self._arrays = arrays
@@ -300,7 +352,7 @@ class ShardedArrays(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         indices = self._order.step(index)
-        batch = keras.tree.map_structure(lambda array: None if array is None else array[indices], self._arrays)
+        batch = keras.tree.map_structure(lambda array: None if array is None else _rows(array, indices), self._arrays)
         return tuple(batch) if isinstance(batch, list) else batch
 
     def on_epoch_end(self) -> None:

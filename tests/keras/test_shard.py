@@ -17,6 +17,17 @@ def test_arrays_are_divided(seen):
     assert first["kept"] == second["kept"] == pytest.approx(1.0, rel=1e-6)
 
 
+@on_ranks("arrays_of_other_kinds", "torch", slow=("tensorflow", "jax"))
+def test_rows_of_arrays_of_any_kind_are_taken_by_position(seen):
+    (first, errors), (second, others) = seen
+    for kind, one in first.items():
+        assert one["same"] and second[kind]["same"], kind
+        assert {*one["rows"], *second[kind]["rows"]} == {float(number) for number in range(1, 14)}, kind
+    assert errors == others
+    assert [error for error in errors if not error.startswith("ArgumentError: ")] == []
+    assert "data is a tuple of float rather than of arrays" in errors[0]
+
+
 @on_ranks("sharded_streams", "torch")
 def test_batches_and_generators_are_divided(seen):
     first, second = seen

@@ -62,6 +62,47 @@ def sharded_streams() -> Any:
     }
 
 
+class Labeled:
+    """Like a Series of pandas after `train_test_split`: [indices] takes rows by labels, which are in reverse."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values, self.shape, self.iloc = values, values.shape, None
+
+    def __getitem__(self, labels: Any) -> Any:
+        return self._values[::-1][labels]
+
+    def to_numpy(self) -> np.ndarray:
+        return self._values
+
+
+@behavior
+def arrays_of_other_kinds() -> Any:
+    """The rows of arrays of other kinds, beside those of numpy, on this rank."""
+    import h5py
+    import scipy.sparse
+
+    x = np.arange(1, 14, dtype="float32").reshape(13, 1)
+    stored = h5py.File("memory", "w", driver="core", backing_store=False)
+    stored["x"] = x
+    kinds = {"h5py": stored["x"], "scipy": scipy.sparse.coo_matrix(x), "labels": Labeled(x[:, 0])}
+    kinds["tensor"] = keras.ops.convert_to_tensor(x)
+    found = {}
+    for name, array in kinds.items():
+        data = shard({"kind": array, "numpy": x, "none": None}, batch_size=3, remainder="pad")
+        batches = [data[number] for number in range(len(data))]
+        pairs = [[np.asarray(batch[key]).tolist() for batch in batches] for key in ("kind", "numpy")]
+        found[name] = {"same": pairs[0] == pairs[1], "rows": np.ravel(pairs[0]).tolist()}
+    stored.close()
+    values = x.tolist()
+    lists: tuple[Any, ...] = ((values, values), [values], (x, values), (x, 3.0), {}, (None,), None, "abc")
+    options: tuple[dict[str, Any], ...] = (
+        {"seed": -1}, {"seed": None}, {"seed": "x"}, {"shuffle": "yes"}, {"shuffle": -5}, {"batch_size": 2.5},
+        {"batch_size": "8"}, {"batch_size": None}, {"batch_size": True},
+    )  # fmt: skip
+    refused = [error_of(functools.partial(shard, data)) for data in lists]
+    return found, refused + [error_of(functools.partial(shard, x, **{"batch_size": 1, **one})) for one in options]
+
+
 @behavior
 def divided_twice() -> Any:
     import torch
