@@ -46,7 +46,7 @@ def read_as(hint: type[Read], value: Any) -> Read:
     Raises:
         TypeError: it is not.
     """
-    if not fits(value, hint):
+    if type(value) is not hint and not fits(value, hint):  # the first is quick: a job may have thousands of ranks
         raise TypeError(f"{type(value).__name__} instead of {hint}")
     return value  # type: ignore[no-any-return]
 
