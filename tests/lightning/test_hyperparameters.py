@@ -33,7 +33,8 @@ def ranks(monkeypatch, *trainers):
     monkeypatch.setattr(hyperparameters, "is_check_wanted", lambda: True)
     calls = iter([lambda trainer: str(dict(hyperparameters._found(trainer))),
                   lambda trainer: dict(hyperparameters._found(trainer))])  # fmt: skip
-    monkeypatch.setattr(hyperparameters, "all_gather_object", lambda _, calls=calls: [*map(next(calls), trainers)])
+    communicator = SimpleNamespace(all_gather_object=lambda *_: [*map(next(calls), trainers)])
+    monkeypatch.setattr(hyperparameters, "current", lambda: SimpleNamespace(communicator=communicator))
     hyperparameters.check_equal(trainers[0])
 
 
