@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.observe.drift import Checksums, checksum, is_check_wanted, what_differs
 from ring_plugins.torch.device import is_capturing
@@ -49,7 +50,7 @@ def parameter_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list
             continue
         names.append(name)
         memory = parameter.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        sums.append(checksum(memory.numpy()) if memory.device.type == "cpu" else _on_device(memory))
+        sums.append(checksum(host_memory(memory).array) if memory.device.type == "cpu" else _on_device(memory))
     return names, [int(value) for value in sums]
 
 

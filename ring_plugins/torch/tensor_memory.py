@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ring_plugins.core.arrays.memory import HostMemory, Memory
+from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.arrays.memory import HostMemory, Memory, array_at
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.torch.device import memory_of
 
@@ -99,7 +100,8 @@ def host_memory_of(gradient: torch.Tensor, dtype: str) -> Memory:
         dtype: name of its element type, which numpy knows too.
     """
     if gradient.is_contiguous():
-        return HostMemory(gradient.numpy().reshape(-1), dtype)
+        typestr = STORAGE[dtype].str
+        return HostMemory(array_at(gradient, gradient.data_ptr(), (gradient.numel(),), typestr), dtype)
     return dense_memory(gradient)
 
 

@@ -12,7 +12,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import GradientAverager
 from ring_plugins.torch.drift import parameter_checksums
-from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype
+from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype, host_memory_of
 from ring_plugins.torch.tensors import (
     EqualParts,
     Target,
@@ -167,3 +167,12 @@ def test_gradients_of_any_type_are_refused():
     parameter.grad_dtype = None
     with pytest.raises(ArgumentError, match="grad_dtype of p is None"):
         gradient_dtype(parameter, "p")
+
+
+def test_gradients_and_compared_parameters_can_be_resized_afterwards():
+    gradient, parameter = torch.ones(2, 3), nn.Parameter(torch.ones(2, 3))
+    memory = host_memory_of(gradient, "float32")
+    memory.array[0] = 5.0
+    assert gradient[0, 0] == 5.0 and memory.array.shape == (6,)
+    parameter_checksums([("weight", parameter)])
+    assert gradient.untyped_storage().resizable() and parameter.untyped_storage().resizable()

@@ -37,6 +37,15 @@ def test_shape_strides_and_values_survive(tensor):
     assert torch.equal(back.reshape(tensor.shape), tensor.detach().resolve_conj())
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(4), torch.ones(4, 4, dtype=torch.bfloat16)[1:, ::2], torch.nn.Parameter(torch.ones(3)), torch.ones(0)],
+)
+def test_a_tensor_can_be_resized_after_its_memory_was_read(tensor):
+    host_array(tensor)
+    assert tensor.untyped_storage().resizable()  # FSDP frees and restores parameters that way
+
+
 def test_memory_outlives_the_tensor_it_came_from():
     array = host_memory(torch.full((1000,), 7, dtype=torch.bfloat16)).array
     torch.full((1000,), 1, dtype=torch.bfloat16)
