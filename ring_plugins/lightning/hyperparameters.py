@@ -5,45 +5,58 @@ trains with a dropout or a regularization of its own. No comparison of weights f
 
 Compared are what ``save_hyperparameters`` has kept in the module and the datamodule, the arguments of constructors that
 the module and its submodules hold as attributes of the same name (the ``p`` of a ``Dropout``), and those arguments of
-the Trainer that decide how often and how it steps. Of these, only numbers, bools, strings and None, and what consists
-of them; anything else, such as a tensor or a function, says nothing.
+the Trainer that decide how often and how it steps. Of these, only numbers, bools, strings, None, members of enums,
+named functions and classes, and what consists of them; anything else, such as a tensor, says nothing.
 
-Some values differ between ranks on purpose. So a name is left out if one of its words is in `_OF_A_RANK`, and a string
-if it looks like a path.
+Some values differ between ranks on purpose. So a number is left out if its whole name is in `_OF_A_RANK`. Strings name
+files and runs more often than they decide anything: where one differs, rank 0 warns, unless the name says that it
+chooses what is trained.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import hashlib
 import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import is_check_wanted
 
-#: Words of names for what each rank may have for itself: its place, its files, its random numbers, what it prints.
-_OF_A_RANK = frozenset(
-    """
-    rank ranks node host hostname ip port pid process device devices gpu cuda main master worker workers index
-    seed seeds rng dir directory path paths file files filename folder root prefix url uri name id uuid key token
-    time date timestamp start tag notes log logger logging verbose quiet silent debug print progress bar
-    profile profiler plot report save wandb callbacks
-    """.split()  # noqa: SIM905 - one line a word would be 60 lines
+#: Whole names, in lower case, of what each rank may have for itself: its place, its random numbers, its part of the
+#: data, what it prints.
+_OF_A_RANK = re.compile(
+    r"((local|global|node|world|process|dp)_)?rank|(.*_)?seed|rng|(.*_)?port|(.*_)?(pid|uuid|timestamp)|(start_)?time"
+    r"|devices?|(cuda_)?device(_ids?|_index)?|gpus?|gpu_ids?|node(_id)?|host|(is_)?(main|master)(_process)?|is_rank_zero"
+    r"|(process|worker|run|job|shard)_(id|index)|id|index|shard|offset|start|(start|end)_index|(num|n)_samples"
+    r"|(num_)?workers|verbos(e|ity)|quiet|silent|debug|(enable_)?progress_bar|log|logging|log_every.*|print|plot"
+    r"|profiler?|save(_.*)?|wandb|notes|callbacks"
+)
+#: Words of names of strings for which the same holds, and of strings that choose what is trained.
+_NO_CHOICE = frozenset(
+    "dir directory path paths file files filename folder root prefix url uri name id key token date tag log".split()  # noqa: SIM905
+)
+_CHOICE = frozenset(
+    """loss criterion objective activation act nonlinearity optimizer optim norm normalization scheduler schedule
+    reduction initializer backbone arch architecture""".split()  # noqa: SIM905
 )
 _OF_THE_TRAINER = (
     "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision",
     "limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "overfit_batches",
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs",
 )  # fmt: skip
+#: Of names that all ranks have; the text of a value that a rank lacks.
+_KEPT, _ABSENT = ("hparams", "datamodule.hparams"), "missing"
 #: How deep values may be nested, how many differences an error names, and how many characters of each value.
 _DEPTH, _NAMED, _SHOWN = 6, 4, 60
 
@@ -56,23 +69,47 @@ def check_equal(trainer: Any) -> None:
     """
     if not is_check_wanted():
         return
-    own = dict(_found(trainer))
+    own, is_first = dict(_found(trainer)), trainer.is_global_zero
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     gather, operation = current().communicator.all_gather_object, "comparison of hyperparameters"
     if len(set(gather(digest, operation))) == 1:
         return
     first, *others = gather(own, operation)
     for rank, theirs in enumerate(others, start=1):
-        differing = [name for name, text in first.items() if theirs.get(name, text) != text]
-        if differing:
-            named = [f"{name} is {first[name]} and {theirs[name]}" for name in differing[:_NAMED]]
-            more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        named: dict[tuple[str, ...], str] = {}
+        warned: dict[tuple[str, ...], str] = {}
+        for name in dict.fromkeys([*first, *theirs]):
+            values = first.get(name, _ABSENT), theirs.get(name, _ABSENT)
+            is_comparable = "" not in values and (_ABSENT not in values or name.startswith(_KEPT))
+            if values[0] != values[1] and is_comparable and (wrong := _severity(name, values)) is not None:
+                # The module may hold as an attribute what hparams has, too.
+                key = (re.split(r"[.\[]", name)[-1], *values)
+                (named if wrong else warned).setdefault(key, f"{name} is {values[0]} and {values[1]}")
+        if warned and is_first:
+            logger.warning(f"rank 0 and rank {rank} have different values: {_listed(warned)}.")
+        if named:
             raise MismatchError(
-                f"rank 0 and rank {rank} have different hyperparameters: {'; '.join(named)}{more}. Every rank runs the "
+                f"rank 0 and rank {rank} have different hyperparameters: {_listed(named)}. Every rank runs the "
                 "whole script: draw values with the same seed on all of them, or call ring_plugins.init() before, and "
                 "ring_plugins.broadcast_object(values). If they differ on purpose, "
                 f"{config.WEIGHT_CHECK.name}=0 switches this comparison off."
             )
+
+
+def _severity(name: str, values: Sequence[str]) -> bool | None:
+    """Whether a difference is an error; False for a warning, None if it is on purpose."""
+    key = next(iter(re.findall(r"[A-Za-z_]\w*", name)[::-1]), "")
+    words = _words(key)
+    if not any(value.startswith(("'", '"')) for value in values) or not _CHOICE.isdisjoint(words):
+        return True
+    return (
+        None if not _NO_CHOICE.isdisjoint(words) or any("/" in value or os.sep in value for value in values) else False
+    )
+
+
+def _listed(differences: Mapping[Any, str]) -> str:
+    more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+    return "; ".join(list(differences.values())[:_NAMED]) + more
 
 
 def _found(trainer: Any) -> Iterator[tuple[str, str]]:
@@ -108,20 +145,33 @@ def _flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         except Exception:  # OmegaConf's raises its own kinds where a value is missing
             return
         for key, item in items:
-            if isinstance(key, str) and not _is_of_a_rank(key):
+            if not isinstance(key, str):
+                yield from _flat(f"{name}[{_text(key, depth) or '?'}]", item, depth + 1)
+            elif not _is_of_a_rank(key):
                 yield from _flat(f"{name}.{key}" if key.isidentifier() else f"{name}[{key!r}]", item, depth + 1)
     elif (text := _text(value, depth)) is not None:
         yield name, text
+    elif isinstance(value, list | tuple) and depth < _DEPTH:
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}[{index}]", item, depth + 1)
+    else:
+        yield name, ""
 
 
 def _text(value: Any, depth: int) -> str | None:
     """A value as text, equal for equal values; None if it cannot be compared."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, FunctionType | BuiltinFunctionType | type):
+        return value.__qualname__
     if isinstance(value, str):
-        return None if "/" in value or os.sep in value else _short(repr(value))
+        return _short(repr(value))
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, Real):  # of Python or of numpy
         return _short(repr(int(value) if isinstance(value, Integral) else float(value)))
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview | range) and depth < _DEPTH:
         items = [_text(item, depth + 1) for item in value]
         return None if None in items else _short(f"({', '.join(map(str, items))})")
@@ -135,7 +185,10 @@ def _short(text: str) -> str:
     return f"{text[:_SHOWN]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).lower())
+
+
 def _is_of_a_rank(name: str) -> bool:
     """Whether a name is of something that each rank may have for itself."""
-    words = re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())
-    return name.startswith("_") or not _OF_A_RANK.isdisjoint(words)
+    return name.startswith("_") or _OF_A_RANK.fullmatch("_".join(_words(name))) is not None

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.lightning import hyperparameters
 from tests.launch import run_ranks
+
+
+class Kind(enum.Enum):
+    A, B = 1, 2
 
 
 @dataclasses.dataclass
@@ -39,7 +44,9 @@ def ranks(monkeypatch, *trainers):
 
 
 def trainer(data=None, clip=None, **arguments):
-    return SimpleNamespace(lightning_module=Module(**arguments), datamodule=data, gradient_clip_val=clip)
+    return SimpleNamespace(
+        lightning_module=Module(**arguments), datamodule=data, gradient_clip_val=clip, is_global_zero=True
+    )
 
 
 def data(**arguments):
@@ -64,6 +71,16 @@ def data(**arguments):
         ({"decay": np.float32(0.5)}, {"decay": np.float32(0.25)}, "hparams.decay is 0.5 and 0.25"),
         ({"decay": None}, {"decay": 0.5}, "hparams.decay is None and 0.5"),
         ({"clip": 1.0}, {"clip": None}, r"Trainer\(gradient_clip_val\) is 1.0 and None"),
+        ({"loss_name": "l1"}, {"loss_name": "mse"}, "hparams.loss_name is 'l1' and 'mse'"),
+        ({"loss": "kl/forward"}, {"loss": "kl/reverse"}, "hparams.loss is 'kl/forward' and 'kl/reverse'"),
+        ({"time_dropout": 0.25}, {"time_dropout": 0.5}, "hparams.time_dropout is 0.25 and 0.5"),
+        ({"log_l1": -1.0}, {"log_l1": -3.0}, "hparams.log_l1 is -1.0 and -3.0"),
+        ({"lora_rank": 4}, {"lora_rank": 8}, "hparams.lora_rank is 4 and 8"),
+        ({"blocks": [{"p": 0.0}]}, {"blocks": [{"p": 0.5}]}, r"hparams.blocks\[0\].p is 0.0 and 0.5"),
+        ({"blocks": {0: 0.0, 1: 0}}, {"blocks": {0: 0.5, 1: 0}}, r"hparams.blocks\[0\] is 0.0 and 0.5"),
+        ({"kind": Kind.A}, {"kind": Kind.B}, "hparams.kind is Kind.A and Kind.B"),
+        ({"f": torch.relu}, {"f": torch.tanh}, "hparams.f is .*relu and .*tanh"),
+        ({}, {"l1": 0.5}, "hparams.l1 is missing and 0.5"),
         ({"data": data(batch_size=8)}, {"data": data(batch_size=4)}, "datamodule.hparams.batch_size is 8 and 4"),
     ],
 )
@@ -76,6 +93,7 @@ def test_a_difference_is_named_with_both_values(monkeypatch, first, second, name
 @pytest.mark.parametrize(
     "differing",
     [
+        {"num_samples": [10, 12]}, {"data_seed": [1, 2]}, {"experiment_name": ["a", "b"]}, {"offset": [0, 8]},
         {"rank": [0, 1]}, {"seed": [1, 2]}, {"data_dir": ["a", "b"]}, {"localRank": [0, 1]}, {"model_path": ["a", "b"]},
         {"weights": ["/a/0.pt", "/a/1.pt"]}, {"config": [Config(where="/a"), Config(where="/b")]},
         {"kernel": [torch.zeros(2), torch.ones(2)]}, {"kernel": [lambda: 1, lambda: 2]},
@@ -87,6 +105,17 @@ def test_a_difference_is_named_with_both_values(monkeypatch, first, second, name
 def test_what_each_rank_may_have_for_itself_is_not(monkeypatch, differing):
     ((name, values),) = differing.items()
     ranks(monkeypatch, *(trainer(**{name: value}) for value in values))
+
+
+def test_strings_that_choose_nothing_are_warned_of_and_each_difference_is_named_once(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(hyperparameters.logger, "warning", warnings.append)
+    first, second = trainer(experiment="run_05"), trainer(experiment="run_06")
+    ranks(monkeypatch, first, second)
+    assert warnings == ["rank 0 and rank 1 have different values: hparams.experiment is 'run_05' and 'run_06'."]
+    with pytest.raises(MismatchError) as caught:
+        ranks(monkeypatch, trainer(decay=0.25), trainer(decay=0.5))
+    assert str(caught.value).count("0.25") == 1
 
 
 def test_long_values_and_many_of_them_are_cut(monkeypatch):
