@@ -20,7 +20,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
         mesh=SimpleNamespace(pending=[2]), awaited=frozenset(), agree_on_members=lambda: found.append("here")
     )
     processes = SimpleNamespace(shares=3, taken_seats={0, 2})
-    communicator = SimpleNamespace(all_gather_object=lambda own: [own, waiting, []])
+    communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
     world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator)
     assert joining_between_hosts.admit(world, "here", lost=True, further=False) == ()
     assert found == where
