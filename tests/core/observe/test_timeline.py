@@ -26,6 +26,7 @@ from ring_plugins.torch import DistributedOptimizer, Timeline
 from tests.worker import report, report_pid
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # all ranks begin with the same weights, without a broadcast in the timeline
 model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(4)))
 optimizer = DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-9), model.named_parameters(), bucket_bytes=40000
