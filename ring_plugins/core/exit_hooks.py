@@ -156,6 +156,11 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
     sys.excepthook = uncaught
 
 
+def exit_status() -> int:
+    """The status of the last `sys.exit`, for a process that ends by it; 0 if that was not called."""
+    return _exit[0]
+
+
 def _with_exit_status(failure: PeerFailed) -> PeerFailed:
     """The failure, with the exit status added if the rank died silently and this process is its parent."""
     where, died, _ = str(failure).partition(_DIED)

@@ -21,6 +21,7 @@ import keras
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.exit_hooks import exit_status
 from ring_plugins.core.world import current
 from ring_plugins.keras.callback_list import call_when_freed
 from ring_plugins.keras.state import weight_checksums
@@ -53,10 +54,23 @@ def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exceptio
         cause: the exception, if it is known.
     """
     # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
+    if cause is None and _is_process_ending():
+        cause = RuntimeError(f"this rank ends in the middle of fit(), with exit status {exit_status()} (sys.exit).")
     if cause is None:
         cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
     for communicator in communicators:
         communicator.refuse("the next step", cause)
+
+
+def _is_process_ending() -> bool:
+    """Whether nothing has caught what ended `fit`: a `sys.exit`, of which no hook hears before the frames are freed.
+
+    Then the finalizer of the list of callbacks is the outermost call.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is weakref.finalize.__call__.__code__
 
 
 def watch_fit(averaging: Averaging) -> bool:

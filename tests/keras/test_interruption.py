@@ -145,3 +145,32 @@ def test_all_ranks_get_an_error_and_fit_again(backend):
     first, second = (found["error"] for found in result.values("cut"))
     assert first.startswith("RingError: entry") and "a second gradient before the averages" in first
     assert "rank 0 gave up a step (entry" in second
+
+
+EXITS = """
+import sys
+import ring_plugins as ring
+ring.init(ranks=2)
+import keras, numpy as np
+from ring_plugins.keras import BroadcastCallback
+from tests.worker import report
+
+class Exits(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1 and ring.rank() == 1:
+            sys.exit(4)
+
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((8, 2), "float32")
+try:
+    model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[BroadcastCallback(), Exits()])
+except Exception as error:
+    report("told", str(error))
+    raise
+"""
+
+
+def test_a_rank_that_exits_within_fit_is_not_said_to_have_caught_an_exception():
+    result = run_ranks(EXITS, 2, env=environment("torch"), timeout=200, check=False)
+    assert "rank 1" in (told := str(result.values("told"))) and "exit status 4 (sys.exit)" in told
