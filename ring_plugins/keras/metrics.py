@@ -180,7 +180,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             numbers = array.astype(np.float64, casting="same_kind").reshape(-1)
         except (TypeError, ValueError):
             return value
-        if array.ndim and len(set(self._communicator.all_gather_object(array.shape))) > 1:
+        if array.ndim and len(set(self._communicator.all_gather_object(array.shape, "shapes of metrics"))) > 1:
             return value
         self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
         return float(numbers[0]) if array.size == 1 else numbers.reshape(array.shape)
