@@ -325,9 +325,11 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
         _failed = True
         _shielded(lambda: job.fail(error))
         job.abort()
-    status, operations = _exit
-    if job is not None and status and not _failed and job.operations() == operations:  # else it caught SystemExit
-        _shielded(lambda: job.leave(status))
+    own, operations = _exit
+    if job is None or _failed or (own and job.operations() != operations):  # it failed, or caught SystemExit
+        own = 0
+    if job is not None and own:
+        _shielded(lambda: job.leave(own))
     try:
         shutdown()
     finally:  # a signal's handler may have raised before this rank has begun to leave
@@ -337,7 +339,7 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     if status and not _failed:
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         flush_output()
-        os._exit(status)
+        os._exit(own or status)  # the others fail because this rank has left
 
 
 def _wait_for_children() -> int:

@@ -184,6 +184,19 @@ def test_a_rank_that_ends_before_init_is_named():
     assert "rank 1 ended (exit status 7) before it reached ring_plugins.init()" in result.output
 
 
+def test_the_script_ends_with_the_status_of_rank_0_not_of_those_that_it_left():
+    script = """
+        import sys
+        import ring_plugins as ring
+        ring.init(ranks=2)
+        ring.barrier()
+        if ring.rank() == 0:
+            sys.exit(3)
+        ring.barrier()
+    """
+    assert run_ranks(script, 2, "spawned", check=False).returncode == 3
+
+
 def test_a_session_without_a_script_cannot_spawn_ranks():
     script = """
         import subprocess, sys
