@@ -128,8 +128,9 @@ def likely_causes(hints: Sequence[Hints]) -> str:
     causes = []
     if len({hint.start for hint in hints}) > 1:
         causes.append(
-            "Call ring_plugins.torch.broadcast_parameters(model) before the first step: the ranks began with different "
-            "weights, or have given parameters or averagers in different orders."
+            "Call ring_plugins.torch.broadcast_parameters(model) before the first step, if the ranks began with "
+            "different weights. If they began with equal ones, they have given parameters or averagers in different "
+            "orders, or updated weights inside the first backward, as a hook of a parameter may, before the average."
         )
     own = next((hint.not_averaged for hint in hints if hint.not_averaged), ())
     if own:

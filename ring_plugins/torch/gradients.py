@@ -139,7 +139,7 @@ class GradientAverager:
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
-        self._synchronizes = True
+        self._synchronizes, self._has_told_of_graphs = True, False
         self._own = OwnGradients()
         self._hooks = GradientHooks(self._count_ended, self._before_forward, self._streams)
         self._sets = BucketSets(
@@ -339,6 +339,13 @@ class GradientAverager:
         self._accumulates = self._passes < self._passes_per_step
         if self._accumulates:
             self._sets.hold_trained()
+        elif torch.is_grad_enabled() and self._communicator.rank == 0 and not self._has_told_of_graphs:
+            self._has_told_of_graphs = True
+            logger.warning(
+                f"{self._communicator.name}: backward(create_graph=True) was called, and averages have no graph, so a "
+                "second derivative computed from p.grad is zero, or an error of torch. Take the first derivative by "
+                "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() once, on the sum."
+            )
         # A backward inside another may add to a gradient again, so all are sent at the end, unless the last had none.
         self._buckets.reducer.holds = self._backward.is_nested
         self._backward.begin()
@@ -684,14 +691,15 @@ def _discard(
 ) -> None:
     """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
     has_averaged = any(buckets.reducer.passes for buckets in kept.values())
-    if has_averaged and is_initialized() and not claim.is_superseded:
+    if kept and is_initialized() and not claim.is_superseded:
         hooks.leave_behind(DroppedAverager(communicator.name, current()).note)
     else:
         hooks.remove()
     claim.drop()
     if kept and not has_averaged and not has_not_joined():
         logger.warning(
-            f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it."
+            f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it, or "
+            "use what DistributedOptimizer returns."
         )
     kept.clear()
     communicator.discard()

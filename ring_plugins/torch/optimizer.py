@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
@@ -127,6 +128,7 @@ class DistributedOptimizer(WrappedOptimizer):
             self.averager.close()
             raise
         self._reductions_so_far = 0
+        self._averaged_parameters = self._optimized()
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
         self._first = FirstComparison()
         if self._is_sharded:  # compares before the first step
@@ -162,10 +164,20 @@ class DistributedOptimizer(WrappedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; all ranks must do it in the same step."""
         self.optimizer.add_param_group(param_group)
+        self._take_new_parameters()
+
+    def _take_new_parameters(self) -> bool:
+        """Average from now on what the groups hold, and return whether a script has put others there."""
+        parameters = self._optimized()
+        before, self._averaged_parameters = self._averaged_parameters, parameters
+        if len(before) == len(parameters) and all(map(operator.is_, before, parameters)):
+            return False
         self.averager.set_parameters(self._named())
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.averager.prepare()
+        self._take_new_parameters()
         self.averager.forget_gradients()
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
@@ -196,6 +208,8 @@ class DistributedOptimizer(WrappedOptimizer):
             self._drift.after_step()  # before the step, which gives all ranks the same weights
         if closure is None:
             self._average_what_is_left()
+            if self._take_new_parameters():
+                self.averager.average_before_step()
             result = self.optimizer.step()
         else:
             result = self.optimizer.step(self._averaged(closure))

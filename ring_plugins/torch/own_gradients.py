@@ -179,7 +179,7 @@ _dropped: dict[int, tuple[weakref.ref[torch.Tensor], str, float]] = {}
 
 
 class DroppedAverager:
-    """What hooks leave behind of an averager that was dropped after it had averaged, and not closed.
+    """What hooks leave behind of an averager that was dropped, and not closed.
 
     Args:
         name: of the averager.
@@ -221,7 +221,8 @@ def _dropped_error(name: str) -> RingError:
     return RingError(
         f"{name}: what averaged the gradients of these parameters (a GradientAverager or DistributedOptimizer) was "
         "dropped, since nothing refers to it any more, and they are trained on without averages, so each rank would "
-        "train a model of its own. Keep a reference to it as long as you train, or close() it before, if each rank is "
+        "train a model of its own. Keep a reference to it as long as you train (step by what "
+        "DistributedOptimizer returns), or close() it before, if each rank is "
         "to go on alone."
     )
 

@@ -148,7 +148,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._updates = _SlicedUpdates(optimizer, names, shard == "tensors", communicator or _new_communicator())
         self._updates.adopt_copy(copied)
 
-    @property
+    @property  # type: ignore[misc]
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, the state of this rank's slice of it; not to be changed."""
         return self._updates.state_by_parameter()

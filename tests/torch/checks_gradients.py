@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  # ranks that start before torch is imported import it in parallel
 
+import collections
 import contextlib
 import gc
 import logging
@@ -1973,6 +1974,60 @@ def gradients_that_came_before_their_parameters_were_frozen_are_averaged() -> No
                 one[0].requires_grad_(True)
         assert close(model, reference), where
         assert same_everywhere(model.parameters()), where
+        optimizer.close()
+
+
+@check_among_several
+def an_averager_that_is_dropped_before_it_averaged_is_an_error_where_training_goes_on() -> None:
+    for wraps in (True, False):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings_of_ours():
+            DistributedOptimizer(optimizer) if wraps else GradientAverager(model)
+            gc.collect()
+        text = ""
+        try:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        except ring.RingError as error:
+            text = str(error)
+        assert "trained on without averages" in text and "DistributedOptimizer returns" in text, text
+
+
+@check_among_several
+def a_graph_that_averages_do_not_have_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    averager = GradientAverager(model)
+    with warnings_of_ours() as found:
+        for creates in (False, True, True):
+            model.zero_grad()
+            model(torch.ones(1, 4)).square().sum().backward(create_graph=creates)
+            assert len(found) == (creates and RANK == 0), found
+    assert RANK or "torch.autograd.grad(loss, parameters, create_graph=True)" in found[0]
+    averager.close()
+
+
+@check
+def state_and_groups_that_a_script_replaces_are_those_of_the_wrapped_optimizer() -> None:
+    for replaces_groups in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.1), model.named_parameters())
+        for step in range(4):
+            optimizer.zero_grad() if step != 2 else model.zero_grad()
+            model(torch.randn(SIZE, 2, 4)[RANK]).square().mean().backward()
+            optimizer.step()
+            if step != 1:
+                continue
+            optimizer.state = collections.defaultdict(dict)
+            assert not optimizer.optimizer.state
+            model.weight = nn.Parameter(torch.ones(1, 4))  # a layer that grows
+            if replaces_groups:
+                optimizer.param_groups = [{**optimizer.param_groups[0], "params": list(model.parameters())}]
+            else:
+                optimizer.param_groups[0]["params"][0] = model.weight
+        assert not torch.equal(model.weight, torch.ones(1, 4)) and same_everywhere(model.parameters())
         optimizer.close()
 
 
