@@ -26,19 +26,21 @@ import gc
 import itertools
 import operator
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import keras
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.overlap import chosen_overlap
-from ring_plugins.core.world import constructed_by_all
+from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.buckets import describe_gradient
+from ring_plugins.keras.drift import check_drift
 from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
@@ -46,7 +48,13 @@ from ring_plugins.keras.joining import refuse_before_joining
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
-from ring_plugins.observe.drift import checksum, differing_weights
+from ring_plugins.observe.drift import (
+    checksum,
+    differing_weights,
+    is_check_wanted,
+    is_compared_after,
+    membership_changes,
+)
 from ring_plugins.observe.training import announce_training
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
@@ -153,6 +161,7 @@ class GradientAveraging:
         exchange: averages the gradients; None until the optimizer's variables are known.
         is_compared: whether a `fit` without `BroadcastCallback` has compared the ranks' weights after its first step.
         sharded: divides the optimizer among the ranks; None if each has all of it.
+        compares_weights: whether steps compare weights; a `BroadcastCallback` does so between them.
         is_equal: whether the ranks' weights are known to be equal, so that parts of them fit together.
     """
 
@@ -177,6 +186,7 @@ class GradientAveraging:
             self.accumulation_steps > 1,
             overlap,
             call_if_alive(weakref.WeakMethod(self.rate)),
+            call_if_alive(weakref.WeakMethod(self._compare_in_step)),
         )
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
@@ -189,7 +199,8 @@ class GradientAveraging:
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
         self._originals: dict[str, Callable[..., Any]] = {}
         self._is_averaged = False  # while `stateless_apply` calls `apply`
-        self.is_equal = False
+        self.is_equal, self.compares_weights = False, True
+        self._start = 0  # a checksum of the weights in the first step
         self.sharded: ShardedUpdates | None = None
         if shard_optimizer or is_sharded(optimizer):
             self.sharded = sharded(optimizer)
@@ -362,6 +373,36 @@ class GradientAveraging:
                 "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() to "
                 "fit(callbacks=...)."
             )
+
+    def _compare_in_step(self) -> None:
+        """Compare weights where that is due, in a step that runs eagerly or in a host call of one; else do nothing."""
+        assert self.exchange is not None
+        steps = self.exchange.passes - 1
+        if not self.compares_weights or not (steps <= 0 or is_compared_after(steps)) or not is_check_wanted():
+            return
+        if current().heals or membership_changes():  # ranks that have come later have taken other numbers of steps
+            return
+
+        def checksums() -> tuple[list[str], list[int]]:
+            used = [self._variables[i] for i in sorted(self._dtypes)]  # those that have gradients
+            return [variable.path for variable in used], [checksum(value_of(variable)) for variable in used]
+
+        with backend().at_once():
+            if steps <= 0:
+                self._start = zlib.crc32(repr(checksums()[1]).encode())  # told only if weights differ later
+                return
+            communicator = self.exchange.communicator
+            try:
+                check_drift(checksums, [self.optimizer], f"after {steps} steps", communicator)
+            except DriftError as error:
+                if len(set(communicator.all_gather_object(self._start))) == 1:
+                    raise
+                raise DriftError(
+                    f"{str(error).split('. ')[0]}. The ranks began with different weights: call "
+                    "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() "
+                    "to fit(callbacks=...). If they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison "
+                    "off."
+                ) from None
 
     def _check_dtypes(self, gradients: dict[int, Any]) -> None:
         """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""

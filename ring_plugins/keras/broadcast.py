@@ -38,6 +38,7 @@ from ring_plugins.keras.callback_list import (
     enclosing_list,
     saves_weights,
 )
+from ring_plugins.keras.drift import LIKELY_CAUSES, check_drift
 from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.interrupted_fit import argument_of_fit, tell_interrupted
 from ring_plugins.keras.job import connect
@@ -61,9 +62,10 @@ from ring_plugins.keras.validation import (
     check_equal_steps,
     check_other_parallelism,
     check_root,
+    differing_options,
 )
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
-from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check
+from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check, is_compared_after
 from ring_plugins.observe.training import announce_training
 
 #: Callbacks whose `fit` has begun and not ended, as far as they know.
@@ -289,7 +291,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         broadcast_state(model, root, self._communicator)
         backend().offset_seed(self._communicator, root)
         for averaging in active:
-            averaging.is_equal = True
+            averaging.is_equal, averaging.compares_weights = True, False
             # `compile()` without an optimizer makes an RMSprop for all variables. A GAN whose optimizers are other
             # attributes never uses it, and on torch a variable has one averager.
             is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
@@ -407,6 +409,10 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._compare_weights("after the first step")
         if self._drift is not None:
             self._drift.after_step()
+        elif self.average_gradients and is_compared_after(1 - self._steps_until_check):
+            optimizers = [averaging.optimizer for averaging in self._active()]
+            when = f"after step {batch + 1} of epoch {(self._epoch or 0) + 1}"
+            check_drift(lambda: weight_checksums(self._model), optimizers, when, self._communicator)
         self._after_exchange(self._stop.after_step(self._model, batch))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -500,15 +506,21 @@ class BroadcastCallback(keras.callbacks.Callback):
         decisions = self._communicator.all_gather_object(decisions_of(enclosing_list(self)), "end of epoch")
         told = differing_decisions(decisions, self._communicator.ranks)
         remedy = (
-            "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all "
-            "ranks. A callback that sets weights must set the same on all, and no rank may make another update."
+            "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all ranks."
         )
         all_weights = self.moving_statistics == "average"
         found = self.average_gradients and differing_weights(
             lambda: weight_checksums(self.model, all_weights), "when fit() ended", self._communicator
         )
         if found and not self._has_told_difference:
-            raise DriftError(f"{found}{f' Callbacks decided differently: {told}.' if told else ''} {remedy}")
+            options = differing_options([averaging.optimizer for averaging in self._active()], self._communicator)
+            if told:
+                cause = f"Callbacks decided differently: {told}. {remedy}"
+            elif options:
+                cause = f"The cause is likely that {options}. Set the same on all ranks."
+            else:
+                cause = f"{LIKELY_CAUSES} {remedy}"
+            raise DriftError(f"{found} {cause}")
         assert self._root is not None
         if told and self._root.is_here():
             logger.warning(f"callbacks decided differently on the ranks: {told}. {remedy}")
@@ -554,6 +566,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         _fitting.discard(self)
         self._model.train_function = None  # traced with the averaging
         for averaging in self._active():
+            averaging.compares_weights = True
             if averaging.sharded is not None:
                 averaging.sharded.before_saving = None
         for averaging in self._installed:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -120,21 +120,28 @@ def check_equal_optimizers(optimizer: Any, communicator: Communicator) -> None:
     Raises:
         MismatchError: they differ.
     """
-    by_rank = communicator.all_gather_object(_options_of(optimizer), "optimizers")
+    if found := differing_options([optimizer], communicator):
+        raise MismatchError(f"{found}, so their weights would drift apart. Make the same optimizer on all ranks.")
+
+
+def differing_options(optimizers: Sequence[Any], communicator: Communicator[Any]) -> str:
+    """The first option that differs among ranks, as the beginning of a sentence; "" if none is known to. Collective."""
+    return next(filter(None, (_differing(of_one, communicator) for of_one in map(options_of, optimizers))), "")
+
+
+def _differing(own: dict[str, str] | None, communicator: Communicator[Any]) -> str:
+    by_rank = communicator.all_gather_object(own, "optimizers")
     if None in by_rank or all(options == by_rank[0] for options in by_rank):
-        return
+        return ""
     names = dict.fromkeys(name for options in by_rank for name in options)
     name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
     values = ", ".join(
         f"rank {rank}: {options.get(name, 'none')}" for rank, options in zip(communicator.ranks, by_rank, strict=True)
     )
-    raise MismatchError(
-        f"the optimizer's {name} differs among ranks ({values}), so their weights would drift apart. Make the same "
-        "optimizer on all ranks."
-    )
+    return f"the optimizer's {name} differs among ranks ({values})"
 
 
-def _options_of(optimizer: Any) -> dict[str, str] | None:
+def options_of(optimizer: Any) -> dict[str, str] | None:
     """The class and the options of an optimizer by name, those inside options too; None if they are not known now."""
     try:
         with backend().at_once():
@@ -142,7 +149,7 @@ def _options_of(optimizer: Any) -> dict[str, str] | None:
             if parts is None:
                 options = optimizer.get_config()
             else:
-                options = {f"optimizers.{i}": _options_of(part) for i, part in enumerate(parts)}
+                options = {f"optimizers.{i}": options_of(part) for i, part in enumerate(parts)}
     except Exception:  # of any framework: a value that is traced has no number, a rate may be any function
         return None
     return {"class": type(optimizer).__name__, **_flattened(options, "")}

@@ -28,6 +28,8 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current, is_initialized
 
+#: From here on, weights are compared after each so many steps.
+_MOST_BETWEEN = 1024
 #: Names and checksums of all weights, in an order that is equal on all ranks.
 Checksums = Callable[[], tuple[Sequence[str], Sequence[int]]]
 
@@ -129,6 +131,11 @@ class FirstComparison:
     def end(self) -> None:
         """Note that it is made, or not wanted."""
         self._is_made = True
+
+
+def is_compared_after(steps: int) -> bool:
+    """Whether weights are compared after so many steps: 2, 4, 8... up to 1024, and from there after each 1024."""
+    return steps > 1 and not (steps & (steps - 1) if steps < _MOST_BETWEEN else steps % _MOST_BETWEEN)
 
 
 def is_check_wanted() -> bool:

@@ -26,15 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.observe.drift import Checksums, checksum, is_check_wanted, what_differs
+from ring_plugins.observe.drift import Checksums, checksum, is_check_wanted, is_compared_after, what_differs
 from ring_plugins.torch.device import is_capturing
 from ring_plugins.torch.ownership import is_claimed
 from ring_plugins.torch.tensor_memory import not_plain
 
 #: Those of all averagers that are to be read after the next update. Most steps find none.
 _due: weakref.WeakSet[WeightsInStep] = weakref.WeakSet()
-#: From here on, weights are compared after each so many passes.
-_MOST_BETWEEN = 1024
 
 
 def parameter_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[int]]:
@@ -94,7 +92,7 @@ class WeightsInStep:
     def count(self, passes: int) -> None:
         """Note how many passes the averager has ended."""
         self.passes = passes
-        self.is_due = passes > 1 and not (passes & (passes - 1) if passes < _MOST_BETWEEN else passes % _MOST_BETWEEN)
+        self.is_due = is_compared_after(passes)
         (_due.add if self.is_due else _due.discard)(self)
 
     def note(self) -> None:

@@ -38,6 +38,8 @@ class Settings(NamedTuple):
         accumulates: whether the optimizer accumulates gradients over several steps.
         overlap: whether gradients are averaged while others are still computed.
         rate: returns the learning rate, as `Exchange.average` gets it, where backward averages.
+        after_pass: called when all ranks have averaged the gradients of a step, before the update, wherever variables
+            can be read then: not in a step that JAX compiles.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Settings(NamedTuple):
     accumulates: bool = False
     overlap: Wanted = "auto"
     rate: Callable[[], Any] = lambda: None
+    after_pass: Callable[[], Any] = lambda: None
 
     @property
     def rounding(self) -> Compression | None:

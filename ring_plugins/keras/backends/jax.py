@@ -53,7 +53,7 @@ class Exchange:
             self.buckets = HostBuckets(
                 entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=overlap
             )
-        self._calls = HostCalls()
+        self._calls, self._after_pass = HostCalls(), settings.after_pass
         self.waited_seconds = 0.0
 
     @property
@@ -81,6 +81,7 @@ class Exchange:
         averages: Any = None
         if not any(isinstance(gradient, jax.core.Tracer) for gradient in given):
             averages = [jax.numpy.array(average) for average in reduce_copies(*given)]
+            self._after_pass()
         elif jax.default_backend() == "cpu":
             averages = self._calls.in_place(tuple(indices), reduce, given)
         if averages is None:

@@ -96,13 +96,18 @@ class Exchange:
     def _average_dense(self, buckets: Buckets, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
-        give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
+        give_now, finish_now, after_pass = (
+            call_weakly(buckets.give),
+            call_weakly(buckets.finish),
+            self._settings.after_pass,
+        )
 
         def give(indices: list[int], *gradients: Array) -> None:
             give_now(indices, gradients)
 
         def finish() -> list[Array]:
             averages = finish_now()
+            after_pass()
             return [averages[i] for i in indices]
 
         if rate is not None and isinstance(buckets, HostBuckets):

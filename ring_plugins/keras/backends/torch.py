@@ -44,7 +44,7 @@ class Exchange:
             overlap=settings.overlap,
         )
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
-        self._passes_seen = 0
+        self._passes_seen, self._after_pass = 0, settings.after_pass
         self._without_hooks = contextlib.ExitStack()
         if settings.accumulates:
             self._without_hooks.enter_context(self._averager.no_sync())
@@ -73,6 +73,7 @@ class Exchange:
         )
         averages = gradients if is_averaged else self._average_now(gradients)
         self._passes_seen = self._averager.steps
+        self._after_pass()
         return averages
 
     @torch.no_grad()

@@ -114,9 +114,8 @@ def forgotten_broadcast_of_an_own_optimizer() -> Any:
         model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
         model.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
         with logged() as lines:
-            fit(model, [], steps=3)
-            fit(model, [], steps=3)
-        texts.append(lines)
+            error = error_of(functools.partial(fit, model, [], steps=3))
+        texts.append([*lines, error, BACKEND])
     return texts
 
 
@@ -124,7 +123,7 @@ def forgotten_broadcast_of_an_own_optimizer() -> Any:
 def weights_that_drift_before_a_checkpoint() -> Any:
     class Drift(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 1 and ring.rank() == 1:
+            if batch == 2 and ring.rank() == 1:
                 weight = self.model.trainable_variables[0]
                 weight.assign(weight + 1.0)
 
@@ -137,6 +136,44 @@ def weights_that_drift_before_a_checkpoint() -> Any:
             )
         texts.append([*(line for line in lines if "differ" in line), error])
     return texts
+
+
+@behavior
+def drift_in_a_later_step() -> Any:
+    """The errors, and the steps taken, where rank 1 changes something after two steps of eight."""
+
+    def disturbed(change: Any) -> Any:
+        class Disturb(keras.callbacks.Callback):
+            taken = 0
+
+            def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+                self.taken = batch + 1
+                if batch == 2 and ring.rank() == 1:
+                    change(self.model)
+
+        callback, model = Disturb(), dense(keras.optimizers.Adam(0.1))
+        error = error_of(functools.partial(fit, model, [callback, BroadcastCallback()], steps=8))
+        return error, callback.taken
+
+    def set_weight(model: Any) -> None:
+        model.trainable_variables[0].assign(model.trainable_variables[0] + 1.0)
+
+    def set_option(model: Any) -> None:
+        model.optimizer.epsilon = 0.01
+
+    def in_a_loop() -> None:
+        model = dense(keras.optimizers.Adam(0.1))
+        broadcast_variables(model)
+        model.compile(optimizer=DistributedOptimizer(model.optimizer), loss="mse")
+        for step in range(8):
+            if step == 3 and ring.rank() == 1:
+                set_weight(model)
+            model.train_on_batch(np.ones((2, 5), "float32"), np.ones((2, 1), "float32"))
+
+    found = {"weight": disturbed(set_weight), "option": disturbed(set_option), "nothing": disturbed(lambda model: None)}
+    if keras.backend.backend() != "jax":  # whose compiled steps cannot read variables
+        found["loop"] = error_of(in_a_loop), 0
+    return found
 
 
 @behavior
