@@ -56,7 +56,7 @@ class _RateCallback(keras.callbacks.Callback):
         self._rate: Rate | None = None
         self._epoch = 0
         self._size = 0  # ranks of the job when the rate was last computed
-        self._started = False
+        self._started = self._is_restored = False
         self._over: weakref.finalize[..., Any] | None = None
         self._multiplied: Any = None  # the optimizer whose schedule this callback multiplies
 
@@ -115,6 +115,9 @@ class _RateCallback(keras.callbacks.Callback):
         if has_schedule(optimizer):
             self._multiply(optimizer, epoch, 0)
             return
+        is_new = _ATTRIBUTE not in vars(optimizer) and self.initial_learning_rate is None
+        # An update of before, and no fit of ours: a checkpoint may have brought the rate of a job.
+        self._is_restored = is_new and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
         self._rate = Rate.of(optimizer, self.initial_learning_rate)
         self._rate.begin_fit(self.model.optimizer, self.momentum_correction)
 
@@ -246,7 +249,14 @@ class LearningRateWarmupCallback(_RateCallback):
         base = f"{self._rate.base * lowest:g}" if self._rate is not None else "the schedule's"
         full = f"{self._rate.base * highest:g}" if self._rate is not None else f"{highest:g} times that"
         text = f"learning rate: {base} for one process, {full} for {topology.size} ranks after warm-up"
-        if was_size_asked():
+        if self._is_restored:
+            logger.warning(
+                f"{text}. The optimizer has made updates before: if its variables were copied, or come from "
+                "tf.train.Checkpoint, HDF5 or Orbax, they hold the rate of a job, which is multiplied once more. Pass "
+                f"the rate for one process then: {type(self).__name__}(initial_learning_rate=...). A .keras file "
+                "holds that already."
+            )
+        elif was_size_asked():
             logger.warning(
                 f"{text}. This script also reads ring_plugins.size(): if it has multiplied the rate by that, the rate "
                 "is multiplied twice. Compile the model with the rate for one process."
