@@ -24,6 +24,7 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.averaging import make_train_function
@@ -53,10 +54,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
         averaged: names of other metrics whose results should be averaged.
 
     All ranks must call `fit` and `evaluate`.
+
+    Raises:
+        ArgumentError: `averaged` is not a list of names.
     """
 
     def __init__(self, averaged: Sequence[str] = ()) -> None:
         super().__init__()
+        if isinstance(averaged, str) or not all(isinstance(name, str) for name in averaged):
+            raise ArgumentError(f"averaged={averaged!r} must be a list of names of metrics.")
         self.averaged = tuple(averaged)
         self._warned: set[str] = set()
         self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()

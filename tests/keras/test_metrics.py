@@ -54,3 +54,9 @@ def test_whether_a_state_is_a_sum_is_tried(seen):
         assert together["left"] == []
         # The trial has changed neither the metric's own attributes nor the random numbers.
         assert (together["calls"], together["random"]) == (alone["calls"], alone["random"])
+
+
+@on_ranks("invalid_names_of_metrics", "torch")
+def test_names_of_metrics_are_a_list(seen):
+    for errors in seen:
+        assert all(error.startswith("ArgumentError: averaged=") for error in errors), errors

@@ -13,7 +13,7 @@ from keras import layers
 
 import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback, MetricAverageCallback
-from tests.keras.behaviors import behavior
+from tests.keras.behaviors import behavior, error_of
 from tests.keras.scenarios import dense
 
 
@@ -127,6 +127,12 @@ def progress_bars_of_evaluate_and_predict() -> Any:
         model.evaluate(x, x[:, :1], verbose=2, callbacks=[MetricAverageCallback()])
         model.predict(x, verbose=2, callbacks=[MetricAverageCallback()])
     return len(output.getvalue().splitlines())
+
+
+@behavior
+def invalid_names_of_metrics() -> Any:
+    names: tuple[Any, ...] = "loss", [3]
+    return [error_of(lambda given=given: MetricAverageCallback(given)) for given in names]
 
 
 class Own(keras.metrics.Metric):
