@@ -142,11 +142,12 @@ ring.init(ranks=2)
 options = dict(accelerator="cpu", max_epochs=1, limit_train_batches=2, limit_val_batches=0, logger=False)
 options |= dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 drawn = 0.25 * (1 + ring.rank())  # as if each rank drew its own
+agreed = ring.broadcast_object(drawn)  # after a fit that failed, the next one begins a new job
 try:
     lightning.Trainer(strategy=RingStrategy(), **options).fit(Model(drawn))
 except ring.MismatchError as error:
     report("error", str(error))
-lightning.Trainer(strategy=RingStrategy(), **options).fit(Model(ring.broadcast_object(drawn)))
+lightning.Trainer(strategy=RingStrategy(), **options).fit(Model(agreed))
 report("trained", True)
 """
 
