@@ -166,7 +166,7 @@ WEIGHT_CHECK = Variable(
     "RING_WEIGHT_CHECK",
     SWITCH,
     True,
-    "0 switches off the comparison of all ranks' weights after the first step, with PyTorch after 2, 4, 8... "
+    "0 switches off the comparison of all ranks' weights after the first step, after 2, 4, 8... "
     "steps, and with Lightning and Keras before checkpoints "
     "([observing](observing.md#do-all-ranks-still-have-the-same-weights)); ranks may then train models of their own",
 )
