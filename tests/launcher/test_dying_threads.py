@@ -57,10 +57,11 @@ def test_a_dead_output_thread_closes_its_ranks_pipe(died, monkeypatch):
 
 def test_a_rank_whose_driver_thread_dies_ends(died, monkeypatch):
     ended = threading.Event()
-    driver = SimpleNamespace(receive_call=bytes, wait_for_end=broken, report=lambda outcome: None)
+    driver = SimpleNamespace(receive_call=lambda: b"[]\n", wait_for_end=broken, report=lambda outcome: None)
     monkeypatch.setenv(remote_ranks.config.DRIVER.name, "here 1 00")
     monkeypatch.setattr(remote_ranks, "detect", lambda: SimpleNamespace(rank=0))
     monkeypatch.setattr(remote_ranks, "DriverConnection", lambda *_: driver)
+    monkeypatch.setattr(remote_ranks, "take_search_path", lambda path: None)  # this process keeps its own
     monkeypatch.setattr(remote_ranks, "call", lambda *_: SimpleNamespace(failure=ended.wait(10) or None))
     monkeypatch.setattr(remote_ranks, "_end", ended.set)
     with pytest.raises(SystemExit):
