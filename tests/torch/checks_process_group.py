@@ -641,8 +641,9 @@ HEAVY = {
     torchmetrics_synchronize,
     zero_optimizer,
 }
-#: NCCL does not notice that ranks call different things, and wants groups used in one order.
-HOST_ONLY = {an_error_reaches_the_waiting_caller, subgroups}
+#: NCCL does not notice that ranks call different things, and wants groups used in one order. Nor is there a thread that
+#: holds a queue while callbacks run.
+HOST_ONLY = {an_error_reaches_the_waiting_caller, subgroups, callbacks_that_use_the_group}
 #: One rank has no other to send to or to disagree with.
 AMONG_SEVERAL = {point_to_point, an_error_reaches_the_waiting_caller}
 GPU_ONLY = {messages_between_gpus}
