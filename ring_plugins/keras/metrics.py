@@ -27,6 +27,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.broadcast import synchronize_fit
 from ring_plugins.keras.callback_list import call_when_over, show_on_one_rank
@@ -188,7 +189,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return value
         if array.ndim and len(set(self._communicator.all_gather_object(array.shape, "shapes of metrics"))) > 1:
             return value
-        self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
+        with purpose("average of metrics"):
+            self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
         return float(numbers[0]) if array.size == 1 else numbers.reshape(array.shape)
 
     def _warn(self, averaged: list[Any]) -> None:
@@ -222,7 +224,8 @@ def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Co
             for variable, value, begin in zip(variables, own, itertools.chain(*first), strict=True):
                 kind = np.float64 if value.dtype.kind not in "iu" else np.int64
                 total = (value.astype(kind) - begin.astype(kind)).reshape(-1)
-                communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
+                with purpose("sum of metrics"):
+                    communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
                 variable.assign((total.reshape(value.shape) + begin.astype(kind)).astype(value.dtype))
         yield
     finally:

@@ -17,6 +17,7 @@ from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.healing import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.membership import MembersLost
@@ -220,7 +221,8 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
         array, dtype = host_array(value)
         memory = HostMemory(array.reshape(-1), dtype)
         if memory.dtype in FLOATS:
-            communicator.all_reduce(memory, Op.AVERAGE)
+            with purpose("average_variables"):
+                communicator.all_reduce(memory, Op.AVERAGE)
             variable.assign(value)
         else:
             variable.assign(repeated(functools.partial(_broadcast, variable, 0, communicator)))
@@ -246,5 +248,6 @@ def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:
 def broadcast_array(value: Array, root: int, communicator: Communicator) -> Array:
     """Overwrite an array with the root's. Collective."""
     array, dtype = host_array(value)
-    communicator.broadcast(HostMemory(array.reshape(-1), dtype), root)
+    with purpose("broadcast of variables"):
+        communicator.broadcast(HostMemory(array.reshape(-1), dtype), root)
     return value

@@ -18,6 +18,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.elastic.handover import check_picklable, fails_alone
 from ring_plugins.core.elastic.joining import admit, checksum_of, if_different, join
 from ring_plugins.core.world import current
@@ -106,7 +107,8 @@ class TrainingState:
         self._check_assigned()
         place = checksum_of(self._integers()) if self._has_joined else 0
         flags = np.array([world.elastic.wants_change, place, -place], np.int64)
-        world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
+        with purpose("TrainingState"):
+            world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
         wants_change, largest, negated_smallest = flags.tolist()  # max(-place) is -min(place)
         if wants_change:
             world.elastic.change_members()

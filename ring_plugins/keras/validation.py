@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.world import World, current
 from ring_plugins.keras.backends import backend
 
@@ -229,7 +230,8 @@ class SynchronizedStop:
 
     def _reduced(self, flags: list[int]) -> list[int]:
         array = np.array(flags, np.int64)
-        self._communicator.all_reduce(HostMemory(array, "int64"), Op.MAX)
+        with purpose("comparison of steps"):
+            self._communicator.all_reduce(HostMemory(array, "int64"), Op.MAX)
         found: list[int] = array.tolist()
         return found
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.world import current
 from ring_plugins.lightning.healing import broadcast_from_rank_0
 
@@ -45,6 +46,7 @@ class BufferBroadcast:
                 yield tensor.detach()
 
 
+@purpose("broadcast of buffers")
 def _broadcast(tensors: Iterable[Tensor]) -> None:
     heals = current().heals
     with torch.no_grad():

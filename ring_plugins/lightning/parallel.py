@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.lightning import healing
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
 from ring_plugins.lightning.failure import has_failed
@@ -173,6 +174,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             self._is_catching_up = False
 
     @override
+    @purpose("strategy.all_gather")
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all ranks along a new first dimension; at world size 1 return `tensor` itself."""
         if self.world_size == 1:
@@ -186,6 +188,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         return all_gather(tensor, group, sync_grads)
 
     @override
+    @purpose("strategy.barrier")
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called; return at once if a failure made that impossible."""
         if world.is_initialized() and not has_failed() and not self._is_alone:
@@ -204,6 +207,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         result: T = world.current().communicator.broadcast_object(obj, root=src, operation="strategy.broadcast")
         return result
 
+    @purpose("strategy.reduce")
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
         is_single = self.world_size == 1 or has_failed() or not (self._heals or dist.is_initialized())

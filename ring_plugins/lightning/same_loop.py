@@ -24,6 +24,7 @@ import numpy as np
 from ring_plugins.core import world
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import PeerLeft, name_ranks
+from ring_plugins.core.collectives.fingerprint import purpose
 
 _BATCH, _VALIDATION, _EPOCH_END = range(3)
 _DOING = (
@@ -103,7 +104,8 @@ class SameLoop:
         trainer = self._trainer
         flags = (_STOPS if trainer.should_stop else 0) | (_SIGTERM if trainer.received_sigterm else 0)
         self._own.array[0] = phase | flags | trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
-        world.current().communicator.all_gather(self._own, self._all, self._counts)
+        with purpose("comparison of loops"):
+            world.current().communicator.all_gather(self._own, self._all, self._counts)
         told: list[int] = self._all.array.tolist()
         if any((each ^ told[0]) & _PHASE for each in told):
             raise self._apart(told)

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from ring_plugins.core.collectives.fingerprint import purpose
+
+#: What the exchanges are for.
+_PURPOSE = "synchronized batch normalization"
+
 
 def for_device(layer_sync: Any, device: torch.device) -> Any:
     """The plugin to use instead of `layer_sync`, which the Trainer chose: ours in place of torch's, on the CPU."""
@@ -92,7 +97,8 @@ class _Normalize(torch.autograd.Function):
         grad_bias = gradient.sum(dimensions)
         grad_weight = (gradient * normalized).sum(dimensions)
         sums = torch.stack([grad_bias, grad_weight]).to(torch.float64)
-        dist.all_reduce(sums)
+        with purpose(_PURPOSE):
+            dist.all_reduce(sums)
         # A batch that is empty on every rank has no gradient to scale.
         mean_gradient, mean_product = (sums / count.clamp(min=1)).to(gradient.dtype)
         grad_input = gradient - _channels(mean_gradient, gradient) - normalized * _channels(mean_product, gradient)
@@ -110,7 +116,8 @@ def _statistics(values: Tensor, own_count: int) -> tuple[Tensor, Tensor, Tensor]
         variance, mean = torch.var_mean(values, _all_but_channels(values), correction=0)
         own[0], own[1], own[2] = own_count, mean, variance.to(torch.float64) * own_count
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+    with purpose(_PURPOSE):
+        dist.all_gather(gathered, own)
     counts, means, squares = torch.stack(gathered, dim=1)
     count = counts.sum(0)
     divisor = count.clamp(min=1)

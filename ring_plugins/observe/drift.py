@@ -25,6 +25,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, DriftError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current, is_initialized
 
@@ -172,7 +173,8 @@ def _unequal(sums: Sequence[int], communicator: Communicator[Any]) -> list[list[
         return communicator.all_gather_object([int(value) for value in sums], "check of weights")
     # The maximum of -x is minus the minimum of x, so one reduction tells whether all are equal.
     extremes = np.array([mine, -mine], np.int64)
-    communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
+    with purpose("check of weights"):
+        communicator.all_reduce(HostMemory(extremes, "int64"), Op.MAX)
     if extremes[0] == -extremes[1]:
         return None
     by_rank: list[list[int]] = communicator.all_gather_object([int(value) for value in sums], "check of weights")

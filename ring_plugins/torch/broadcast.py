@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ring_plugins.averaging_check import expect_averaging
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.functions import all_or_none, broadcast
@@ -126,6 +127,7 @@ class Placeholder:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=own)
 
 
+@purpose("broadcast of weights and states")
 def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
     """Overwrite tensors with the source's; those on GPUs are broadcast in one NCCL group."""
     if current().topology.size == 1:

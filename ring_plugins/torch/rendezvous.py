@@ -21,6 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvou
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.rendezvous.exported import launchers_value
 
 #: Set by torchrun and launchers like it.
@@ -154,7 +155,8 @@ def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
     else:
         addresses, port = own.communicator.broadcast_object(None, root=0, operation="init_process_group")
         store = _connect(addresses, port, topology.size, timeout)
-    own.communicator.barrier()  # the store lives in rank 0, which may be refused what it wants it for
+    with purpose("init_process_group"):
+        own.communicator.barrier()  # the store lives in rank 0, which may be refused what it wants it for
     return store, topology.rank, topology.size
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.elastic.handover import check_picklable, fails_alone, hand_over
 from ring_plugins.core.elastic.joining import admit, if_different, join
 from ring_plugins.core.world import current
@@ -262,7 +263,8 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         for tensor in tensors:
             if tensor.numel():  # the giver's may be a view with gaps, which a new one lacks; otherwise both lie alike
                 dense = tensor if is_dense(tensor) else tensor.contiguous()
-                communicator.broadcast(dense_memory(dense), root())
+                with purpose("TrainingState"):
+                    communicator.broadcast(dense_memory(dense), root())
 
     found = hand_over(described, joined, send)
     received = iter(tensors)

@@ -5,7 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.observe import drift
 from ring_plugins.observe.drift import FirstComparison, _unequal, checksum, chosen_interval, difference
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
@@ -177,6 +179,16 @@ def test_ranks_are_equal_if_the_one_that_differed_dies_while_they_compare(monkey
         return _unequal([7 + (rank.rank == 1)], ring), rank.barriers > first + 1
 
     assert on_mortal_ranks(monkeypatch, 3, run) == [(None, True), None, (None, True)]
+
+
+def test_the_comparison_does_not_match_what_a_script_reduces(monkeypatch):
+    def run(rank):
+        ring = rank.communicator("ring")
+        with pytest.raises(MismatchError, match=r"check of weights: all_reduce\(2 x int64, max\)"):
+            _unequal([7], ring) if rank.rank else ring.all_reduce(HostMemory(np.zeros(2, np.int64), "int64"), Op.MAX)
+        return True
+
+    assert on_mortal_ranks(monkeypatch, 2, run) == [True] * 2
 
 
 def test_a_loss_or_a_join_ends_the_wait_for_the_comparison_after_the_first_step(monkeypatch):

@@ -44,7 +44,14 @@ from ring_plugins.core.base.errors import ArgumentError, DeadlockError, Mismatch
 from ring_plugins.core.base.threads import wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
 from ring_plugins.core.collectives.background import BackgroundWork, QueueThread
-from ring_plugins.core.collectives.fingerprint import Fingerprint, MismatchAfterRefusal, after_refusals
+from ring_plugins.core.collectives.fingerprint import (
+    Fingerprint,
+    MismatchAfterRefusal,
+    after_refusals,
+    current_purpose,
+    for_purpose,
+    purpose,
+)
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import PeerRefused, Wait
 from ring_plugins.core.trace.recorder import recorder
@@ -103,8 +110,8 @@ class SerialExecutor:
             ArgumentError: the operation rejected its arguments; the next call may succeed.
             Exception: any other error, which every further call raises too.
         """
-        thread = self._thread
-        in_line = self._in_line_thread
+        fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose()) else fingerprint
+        thread, in_line = self._thread, self._in_line_thread
         inside = (thread is not None and thread.is_current()) or (in_line != 0 and in_line == threading.get_ident())
         if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
@@ -240,10 +247,12 @@ class SerialExecutor:
 
     def start(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         """Queue `function` behind everything that was started before, and return at once."""
+        needed_for = current_purpose()
 
         def run() -> T:
             try:
-                return function()
+                with purpose(needed_for) if needed_for else contextlib.nullcontext():
+                    return function()
             except Exception as error:
                 self.refuse(description, error)
                 raise

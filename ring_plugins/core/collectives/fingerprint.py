@@ -3,12 +3,18 @@
 NCCL hangs or corrupts memory when ranks call different collectives, or the same one with different sizes. Here every
 operation sends or shares a 62-bit code that identifies it, at a negligible cost beside the data. Only if codes differ
 do the ranks exchange texts, for an error that names each rank's operation.
+
+What a script calls and what this package needs for itself may be equal in kind, size and dtype, and use the same
+communicator: an average of a loss and one of a metric, on ranks that are out of step. So what the package needs runs
+in `purpose`, whose text is part of the fingerprint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
@@ -63,6 +69,38 @@ def fingerprint_of_several(kind: str, arrays: tuple[tuple[str, int], ...], detai
         others = ", ".join(texts[_LISTED:]).encode()
         texts[_LISTED:] = [f"{len(texts) - _LISTED} more ({zlib.crc32(others):08x})"]
     return _of(f"{kind}({', '.join([*texts, detail])})")
+
+
+class _Purpose(threading.local):
+    text = ""
+
+
+_current = _Purpose()
+
+
+def current_purpose() -> str:
+    """What this thread's operations are for; "" for the script's own."""
+    return _current.text
+
+
+@contextlib.contextmanager
+def purpose(text: str) -> Iterator[None]:
+    """Let this thread's operations match only those that are for the same, on all ranks.
+
+    Args:
+        text: what needs them, such as "check of weights"; "" for the script.
+    """
+    before, _current.text = _current.text, text
+    try:
+        yield
+    finally:
+        _current.text = before
+
+
+@lru_cache(maxsize=1024)
+def for_purpose(operation: Fingerprint, text: str) -> Fingerprint:
+    """The fingerprint of an operation that is needed for something."""
+    return _of(f"{text}: {operation.text}")
 
 
 def after_refusals(operation: Fingerprint, refusals: int) -> Fingerprint:

@@ -8,7 +8,7 @@ import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
 from ring_plugins.core.collectives.executor import SerialExecutor
-from ring_plugins.core.collectives.fingerprint import fingerprint
+from ring_plugins.core.collectives.fingerprint import fingerprint, for_purpose, purpose
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
@@ -38,6 +38,21 @@ def test_an_idle_executor_runs_in_the_callers_thread(executor):
     while executor._thread is not None and not executor._thread.is_idle():
         time.sleep(0.001)
     assert executor.run(OPERATION, thread_name) == threading.current_thread().name
+
+
+@pytest.mark.parametrize("way", ["run", "behind", "start"])
+def test_an_operation_with_a_purpose_never_matches_one_without(executor, way):
+    release = threading.Event()
+    if way == "behind":
+        executor.start("first", release.wait)
+        threading.Timer(0.05, release.set).start()
+    with purpose("check of weights"):
+        if way == "start":
+            found = executor.start("text", lambda: executor.run(OPERATION, lambda operation: operation)).wait()
+        else:
+            found = executor.run(OPERATION, lambda operation: operation)
+    assert found == for_purpose(OPERATION, "check of weights")
+    assert executor.run(OPERATION, lambda operation: operation) == OPERATION
 
 
 def test_a_busy_executor_runs_it_after_what_was_started_before(executor):

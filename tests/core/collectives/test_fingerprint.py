@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 
-from ring_plugins.core.collectives.fingerprint import fingerprint, fingerprint_of_several, mismatch
+from ring_plugins.core.collectives.fingerprint import (
+    current_purpose,
+    fingerprint,
+    fingerprint_of_several,
+    for_purpose,
+    mismatch,
+    purpose,
+)
 
 
 def test_the_text_says_what_the_operation_is():
@@ -25,6 +32,20 @@ def test_different_operations_have_different_codes_of_62_bits():
 
 def test_equal_operations_are_the_same_object():
     assert fingerprint("barrier") is fingerprint("barrier")
+
+
+def test_what_an_operation_is_needed_for_tells_it_from_the_scripts_own():
+    own = fingerprint("all_reduce", "float64", 1, "average")
+    needed = for_purpose(own, "average of metrics")
+    assert needed.code != own.code
+    said = str(mismatch("ring", {0: own.text, 1: needed.text}))
+    assert "but rank 1 calls average of metrics: all_reduce(1 x float64, average)." in said
+    assert "different numbers of batches" in said
+    with purpose("a"):
+        with pytest.raises(KeyError), purpose("b"):
+            raise KeyError(current_purpose())
+        assert current_purpose() == "a"
+    assert current_purpose() == ""
 
 
 def test_a_mismatch_groups_ranks_by_what_they_call():
