@@ -36,7 +36,7 @@ from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchErr
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
-from ring_plugins.core.gradients.overlap import chosen_overlap
+from ring_plugins.core.gradients.trials import chosen_overlap
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.buckets import describe_gradient

@@ -18,7 +18,7 @@ from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.elastic.handover import fails_alone
 from ring_plugins.core.elastic.joining import admit, join
 from ring_plugins.core.elastic.root import Root
-from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
+from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,

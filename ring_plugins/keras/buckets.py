@@ -21,8 +21,8 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.overlap import Wanted, choose_overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.trials import Wanted, choose_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap
 from ring_plugins.keras.healing import LossWatch, check_equal

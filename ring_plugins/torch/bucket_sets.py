@@ -24,7 +24,7 @@ from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
-from ring_plugins.core.gradients.overlap import ALWAYS, Overlap
+from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import membership_changes
 from ring_plugins.torch.autograd import registrations

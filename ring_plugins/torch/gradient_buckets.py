@@ -28,8 +28,8 @@ from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.overlap import Overlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.trials import Overlap
 from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets

@@ -28,8 +28,14 @@ from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.gradients.overlap import FixedOverlap, Wanted, choose_overlap, chosen_overlap
-from ring_plugins.core.gradients.tuning import BucketTuner, is_wanted
+from ring_plugins.core.gradients.trials import (
+    BucketTuner,
+    FixedOverlap,
+    Wanted,
+    choose_overlap,
+    chosen_overlap,
+    tuning_is_wanted,
+)
 from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap, is_initialized
 from ring_plugins.torch.autograd import Backward, current_task
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
@@ -165,8 +171,8 @@ class GradientAverager:
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
-            if self._communicator.broadcast_object(is_wanted(autotune), operation="GradientAverager"):
-                self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with)
+            if self._communicator.broadcast_object(tuning_is_wanted(autotune), operation="GradientAverager"):
+                self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self._communicator)
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
@@ -614,12 +620,7 @@ class GradientAverager:
 
     def _tune(self, tuner: BucketTuner) -> None:
         """Choose the bucket sizes of the next step while other sizes are being tried."""
-        if not tuner.finished and tuner.step_ended(time.perf_counter()):
-            times = self._communicator.all_gather_object(tuner.times, "autotune")
-            is_first = self._communicator.rank == 0
-            tuner.adopt(
-                self._communicator.broadcast_object(tuner.decide(times) if is_first else None, operation="autotune")
-            )
+        tuner.step_ended(time.perf_counter())
         self._sets.resize(tuner.sizes)
         if tuner.finished:
             self._tuner = None

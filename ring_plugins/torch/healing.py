@@ -17,8 +17,7 @@ from torch import nn
 
 from ring_plugins.core.base.errors import ArgumentError, DriftError
 from ring_plugins.core.collectives.healing import HealingCommunicator
-from ring_plugins.core.gradients.overlap import Wanted, chosen_overlap
-from ring_plugins.core.gradients.tuning import is_wanted
+from ring_plugins.core.gradients.trials import Wanted, chosen_overlap, tuning_is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.drift import parameter_checksums
@@ -42,7 +41,7 @@ class HealingCheck:
         self._communicator = communicator
         if chosen_overlap(overlap) is True:
             current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
-        if is_wanted(autotune):
+        if tuning_is_wanted(autotune):
             current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view, self._to_compare = current().elastic.view, 0
 

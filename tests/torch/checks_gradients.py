@@ -113,10 +113,10 @@ def equals_one_process_on_the_concatenated_batch() -> None:
 
 @check
 def tuned_buckets_change_between_steps_and_results_do_not() -> None:
-    from ring_plugins.core.gradients import tuning
+    from ring_plugins.core.gradients import trials
 
-    before = tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS
-    tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2
+    before = trials._BUCKET_BYTES, trials._DIRECT_BYTES, trials._TURNS, trials._FINAL_TURNS
+    trials._BUCKET_BYTES, trials._DIRECT_BYTES, trials._TURNS, trials._FINAL_TURNS = (64, 4096), (128, 20_000), 2, 2
     try:
         for keep in (False, True):  # gradients that stay allocated move from one plan's buckets to the next's
             reference, model = Net(), Net()
@@ -126,7 +126,7 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
                 ours, model.named_parameters(), autotune=RANK == 0, bucket_bytes=1 << 16, overlap=True
             )
             plans = set()
-            for x, y in batches(80):
+            for x, y in batches(90):
                 for net, optimizer, part in ((reference, plain, lambda t: t), (model, ours, shard)):
                     optimizer.zero_grad(set_to_none=not keep)
                     loss(net, part(x), part(y)).backward()
@@ -139,12 +139,12 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
             assert same_everywhere(model.parameters())
             ours.close()
     finally:
-        tuning._BUCKET_BYTES, tuning._DIRECT_BYTES, tuning._TURNS, tuning._FINAL_TURNS = before
+        trials._BUCKET_BYTES, trials._DIRECT_BYTES, trials._TURNS, trials._FINAL_TURNS = before
 
 
 @check
 def a_switch_between_overlapped_and_in_line_changes_no_bit() -> None:
-    from ring_plugins.core.gradients.overlap import FixedOverlap
+    from ring_plugins.core.gradients.trials import FixedOverlap
 
     switched = FixedOverlap(False)
     for bucket_bytes in (1, 4096, 25 << 20):
@@ -175,11 +175,11 @@ def a_switch_between_overlapped_and_in_line_changes_no_bit() -> None:
 
 @check_among_several
 def all_ranks_decide_alike_whether_to_overlap() -> None:
-    from ring_plugins.core.gradients import overlap
+    from ring_plugins.core.gradients import trials
 
     said: list[str] = []
-    info, overlap.logger.info = overlap.logger.info, said.append
-    before, overlap._TURNS = overlap._TURNS, 1
+    info, trials.logger.info = trials.logger.info, said.append
+    before, trials._TURNS = trials._TURNS, 1
     chosen = os.environ.pop("RING_OVERLAP", "")
     try:
         reference, model = Net(), Net()
@@ -193,7 +193,7 @@ def all_ranks_decide_alike_whether_to_overlap() -> None:
                 optimizer.step()
             ways.append(ours.averager._buckets.reducer.overlaps)
     finally:
-        overlap.logger.info, overlap._TURNS = info, before
+        trials.logger.info, trials._TURNS = info, before
         os.environ["RING_OVERLAP"] = chosen
     on_gpu = bool(os.environ.get("TEST_GPU_STAND_IN"))
     assert ring.all_gather_object(ways) == [ways] * SIZE

@@ -16,8 +16,8 @@ from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.gradients.overlap import ALWAYS, FixedOverlap, Overlap
 from ring_plugins.core.gradients.repetition import KeptInputs
+from ring_plugins.core.gradients.trials import ALWAYS, FixedOverlap, Overlap
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -28,7 +28,7 @@ Fill = Callable[[Bucket], Sequence[Memory] | None]
 class GradientReducer:
     """Launches the reduction of each bucket as soon as all its gradients, and all earlier buckets, are ready.
 
-    Without overlap, `finish` reduces all buckets in the calling thread instead, by one operation (see `overlap`).
+    Without overlap, `finish` reduces all buckets in the calling thread instead, by one operation (see `trials`).
 
     Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,

@@ -20,7 +20,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
-from ring_plugins.core.gradients.overlap import Wanted
+from ring_plugins.core.gradients.trials import Wanted
 from ring_plugins.keras.slices import SliceGather, SliceLayout
 
 _KNOWN = ("tensorflow", "torch", "jax")

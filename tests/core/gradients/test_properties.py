@@ -12,8 +12,8 @@ from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
 from ring_plugins.core.collectives.shm_group import ROUND_BYTES, SMALL_BYTES
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.overlap import FixedOverlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.trials import FixedOverlap
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 entries = st.lists(

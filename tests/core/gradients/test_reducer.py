@@ -4,8 +4,8 @@ import pytest
 
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.overlap import FixedOverlap
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.trials import FixedOverlap
 
 
 class Recorder(SingleCommunicator):

@@ -5,8 +5,17 @@ import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.gradients import overlap
-from ring_plugins.core.gradients.overlap import FixedOverlap, MeasuredOverlap, choose_overlap, chosen_overlap, is_better
+from ring_plugins.core.gradients import trials
+from ring_plugins.core.gradients.fusion import MIB, BucketSizes, Entry, FusionPlan
+from ring_plugins.core.gradients.trials import (
+    BucketTuner,
+    FixedOverlap,
+    MeasuredOverlap,
+    choose_overlap,
+    chosen_overlap,
+    is_better,
+    tuning_is_wanted,
+)
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
@@ -22,10 +31,10 @@ class Answers(SingleCommunicator):
 
 
 #: Steps of a round, and of its exchange.
-ROUND = 2 * overlap._TURNS * overlap._STEPS + 1
+ROUND = 2 * trials._TURNS * trials._STEPS + 1
 
 
-def steps(trial, seconds, count=overlap._WARM_UP + overlap._ROUNDS * ROUND + 10):
+def steps(trial, seconds, count=trials._WARM_UP + trials._ROUNDS * ROUND + 10):
     """Train: a step takes `seconds(overlaps, number)`. Returns which way each step went."""
     clock, ways = 100.0, []
     for number in range(count):
@@ -48,17 +57,17 @@ def test_the_faster_way_is_found_under_noise_on_a_machine_that_gets_slower(expec
     )
     assert trial.finished
     assert trial.now is faster
-    assert ways[: overlap._WARM_UP] == [expected] * overlap._WARM_UP
+    assert ways[: trials._WARM_UP] == [expected] * trials._WARM_UP
     rounds = 1 if faster is expected else 2
     for number in range(rounds):
-        tried = ways[overlap._WARM_UP + number * ROUND :][: ROUND - 1]
+        tried = ways[trials._WARM_UP + number * ROUND :][: ROUND - 1]
         assert tried.count(True) == tried.count(False)
-    assert set(ways[overlap._WARM_UP + rounds * ROUND :]) == {faster}
+    assert set(ways[trials._WARM_UP + rounds * ROUND :]) == {faster}
 
 
 @pytest.mark.parametrize("expected", [False, True])
 def test_a_machine_that_changes_after_the_first_round_keeps_what_was_expected(expected):
-    first = overlap._WARM_UP + ROUND
+    first = trials._WARM_UP + ROUND
     trial = MeasuredOverlap(expected, Answers())
     ways = steps(trial, lambda overlaps, number: 0.9 if overlaps is not expected and number < first else 1.0)
     assert trial.finished
@@ -74,14 +83,14 @@ def test_a_gain_that_load_hides_in_one_round_is_found_in_the_next(expected):
     def seconds(overlaps, number):
         is_other = overlaps is not expected
         seen.append(is_other)
-        is_hit = is_other and number < overlap._WARM_UP + ROUND and sum(seen) > 2 * overlap._STEPS
+        is_hit = is_other and number < trials._WARM_UP + ROUND and sum(seen) > 2 * trials._STEPS
         return 1.2 if is_hit else 0.9 if is_other else 1.0
 
     trial = MeasuredOverlap(expected, Answers())
     ways = steps(trial, seconds)
     assert trial.finished
     assert trial.now is not expected
-    assert set(ways[overlap._WARM_UP + 3 * ROUND :]) == {not expected}
+    assert set(ways[trials._WARM_UP + 3 * ROUND :]) == {not expected}
 
 
 @pytest.mark.parametrize("expected", [False, True])
@@ -90,7 +99,7 @@ def test_ways_that_take_equally_long_seldom_leave_what_was_expected(expected):
     wrong = 0
     for seed in range(200):
         generator = random.Random(seed)
-        count = overlap._WARM_UP + overlap._ROUNDS * ROUND + 10
+        count = trials._WARM_UP + trials._ROUNDS * ROUND + 10
         bursts = [start for start in range(count) if generator.random() < 0.03]
         load = [1.4 if any(start <= step < start + 12 for start in bursts) else 1.0 for step in range(count)]
         trial = MeasuredOverlap(expected, Answers())
@@ -111,7 +120,7 @@ def test_noise_alone_keeps_what_was_expected(expected, seed):
 
 def test_one_slow_step_decides_nothing():
     trial = MeasuredOverlap(True, Answers())
-    steps(trial, lambda overlaps, number: 100.0 if number == overlap._WARM_UP + 1 else 1.0)
+    steps(trial, lambda overlaps, number: 100.0 if number == trials._WARM_UP + 1 else 1.0)
     assert trial.now
 
 
@@ -140,7 +149,7 @@ def test_all_ranks_decide_alike_by_the_slowest():
 
 def test_one_line_tells_what_was_decided(monkeypatch):
     said = []
-    monkeypatch.setattr(overlap.logger, "info", said.append)
+    monkeypatch.setattr(trials.logger, "info", said.append)
     steps(MeasuredOverlap(True, Answers()), lambda overlaps, _: 0.002 if overlaps else 0.001)
     assert said[0] == (
         "gradients are averaged after backward: 1.0 ms a step, against 2.0 ms while backward runs. To choose yourself, "
@@ -149,8 +158,8 @@ def test_one_line_tells_what_was_decided(monkeypatch):
     steps(MeasuredOverlap(False, Answers()), lambda overlaps, _: 0.001 if overlaps else 0.002)
     assert said[1].startswith("gradients are averaged while backward runs: 1.0 ms a step, against 2.0 ms")
     # Other programs made half of the turns of the expected way long: its median is longer, and it is kept all the same.
-    half = overlap._TURNS * overlap._STEPS
-    slow = [i for i in range(1000) if (i - overlap._WARM_UP) % ROUND >= half]
+    half = trials._TURNS * trials._STEPS
+    slow = [i for i in range(1000) if (i - trials._WARM_UP) % ROUND >= half]
     steps(MeasuredOverlap(True, Answers()), lambda overlaps, i: 0.003 if overlaps and i in slow else 0.001)
     assert said[2].startswith(
         "gradients are averaged while backward runs: 2.0 ms a step, against 1.0 ms after backward, which was not "
@@ -185,7 +194,80 @@ def test_the_variable_chooses_where_the_argument_does_not(monkeypatch):
 
 def test_times_that_are_exchanged_are_in_the_order_of_the_turns():
     trial = MeasuredOverlap(True, Answers())
-    steps(
-        trial, lambda overlaps, number: 1.0 if overlaps else 2.0, overlap._WARM_UP + 2 * overlap._TURNS * overlap._STEPS
-    )
-    assert np.allclose(trial._agreement.wait(), [[1.0] * overlap._TURNS, [2.0] * overlap._TURNS])
+    steps(trial, lambda overlaps, number: 1.0 if overlaps else 2.0, trials._WARM_UP + 2 * trials._TURNS * trials._STEPS)
+    (seconds,) = trial._turns._agreement.wait()
+    assert np.allclose(seconds, [[1.0] * trials._TURNS, [2.0] * trials._TURNS])
+
+
+MODEL = FusionPlan([Entry(f"p{i}", "float32", count) for i, count in enumerate([10, 900_000, 70_000, 4_000_000] * 8)])
+
+
+def tune(seconds, ranks=3):
+    """Train `ranks` ranks whose steps take `seconds(sizes, rank, step)`; return the tuners and the number of steps."""
+
+    def train(rank, communicator):
+        tuner, clock, sizes = BucketTuner(BucketSizes(), MODEL.buckets_with, communicator), 100.0 * rank, []
+        while not tuner.finished:
+            sizes.append(tuner.sizes)
+            clock += seconds(tuner.sizes, rank, len(sizes))
+            tuner.step_ended(clock)
+            assert len(sizes) < 500
+        return tuner, sizes
+
+    (first, sizes), *others = on_thread_ranks(ranks, train)
+    assert all(other == sizes for _, other in others)
+    return [first, *(tuner for tuner, _ in others)], len(sizes)
+
+
+def noisy(function, spread=0.05):
+    generator = random.Random(0)
+    return lambda *args: function(*args) * generator.uniform(1 - spread, 1 + spread)
+
+
+def test_better_sizes_are_found_under_noise_on_a_machine_that_gets_slower():
+    def seconds(sizes, rank, step):
+        base = 0.01 + 0.002 * rank + 0.00005 * step
+        return base * (0.7 if sizes.bucket_bytes == 4 * MIB else 1) * (0.8 if sizes.direct_bytes == 8 * MIB else 1)
+
+    tuners, steps = tune(noisy(seconds))
+    assert {tuner.sizes for tuner in tuners} == {BucketSizes(4 * MIB, MIB, 8 * MIB)}
+    assert "buckets of 4 MiB" in tuners[0].summary
+    assert steps < 200
+
+
+def test_the_slowest_rank_decides():
+    def seconds(sizes, rank, step):
+        return (0.5 if rank == 0 else 2.0) if sizes.bucket_bytes == 64 * MIB else 1.0
+
+    tuners, _ = tune(seconds)
+    assert tuners[0].sizes.bucket_bytes != 64 * MIB
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_alone_leaves_the_default(seed):
+    generator = random.Random(seed)
+    tuners, _ = tune(lambda *_: generator.lognormvariate(0, 0.02))
+    assert tuners[0].sizes == BucketSizes()
+    assert tuners[0].summary.startswith("the default stays")
+
+
+def test_a_candidate_that_was_faster_once_is_measured_again():
+    tuners, _ = tune(lambda sizes, _, step: 0.5 if sizes.bucket_bytes == 4 * MIB and step < 60 else 1.0)
+    assert tuners[0].sizes == BucketSizes()
+
+
+def test_a_model_whose_buckets_are_the_same_anyway_is_not_tuned():
+    small = FusionPlan([Entry("weight", "float32", 100), Entry("bias", "float32", 10)])
+    tuner = BucketTuner(BucketSizes(), small.buckets_with, Answers())
+    assert tuner.finished
+    assert tuner.sizes == BucketSizes()
+
+
+def test_the_environment_switches_it_on(monkeypatch):
+    assert not tuning_is_wanted(None)
+    monkeypatch.setenv("RING_AUTOTUNE", "1")
+    assert tuning_is_wanted(None)
+    assert not tuning_is_wanted(False)
+    monkeypatch.setenv("RING_AUTOTUNE", "yes")
+    with pytest.raises(ArgumentError, match="RING_AUTOTUNE='yes'"):
+        tuning_is_wanted(None)
