@@ -114,7 +114,8 @@ def test_sigkill_of_a_rank_in_a_torch_loop():
 def test_signal_to_rank_1(launcher, body, number):
     with start_ranks(script(body), 2, launcher) as job:
         job.send_signal(1, number)
-        check_end(job, r"rank 1\b", r"died|killed|signal|terminated")
+        result = check_end(job, r"rank 1\b", r"died|killed|signal|terminated")
+    assert result.returncode == 128 + number, result
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
@@ -285,7 +286,8 @@ def test_exit_with_a_status_on_one_rank(launcher, leave):
     cause = (
         r"rank 0 ends because rank 1 ended with exit status 3 \(sys.exit\), while rank 0 waits for it in ring: all_red"
     )
-    run_failing(body, launcher, r"rank\W+1\b", *([cause] if launcher == "spawned" else []))
+    result = run_failing(body, launcher, r"rank\W+1\b", *([cause] if launcher == "spawned" else []))
+    assert result.returncode == (1 if launcher == "torchrun" else 3), result
 
 
 @pytest.mark.parametrize("launcher", ["spawned", "mpirun"])

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed
+from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed, PeerLeft
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.threads import HelperThread, set_on_death
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
@@ -52,6 +52,8 @@ _ABORTING = "ring:abort"
 
 #: How the failure detector describes a process that ended without a word.
 _DIED = " died without reporting an error"
+#: And one that left while others wait for it.
+_LEFT = "has left the job, but"
 #: Seconds for which a failed rank waits for another rank to report the same error.
 _SAME_ERROR = 0.3
 #: Seconds that it leaves to that rank to print the traceback, if failures were reported before anything was printed.
@@ -77,7 +79,9 @@ class Job(Protocol):
 
     def leave(self, status: int) -> None: ...
 
-    def abort(self) -> None: ...
+    def status_after(self, error: BaseException) -> int: ...
+
+    def abort(self, status: int = 1) -> None: ...
 
     def close(self) -> None: ...
 
@@ -85,6 +89,8 @@ class Job(Protocol):
 
 
 _failed = False
+#: Whether it failed because of a peer.
+_followed = False
 #: Whether the hook has said all of it: a signal's handler that raises may end it before, or before it has begun.
 _told = False
 _installed = False
@@ -113,7 +119,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
     set_on_death(lambda thread, error: _end_with_thread(current(), thread, error))
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failed, _told
+        global _failed, _followed, _told
         _failed = True
         job = current()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
@@ -129,7 +135,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         try:
             cause = consequence(job, error)
             if cause is not None:
-                cause = _with_exit_status(cause)
+                _followed, cause = True, _with_exit_status(cause)
             if cause is not None and logger.isEnabledFor(logging.ERROR):
                 logger.error(f"rank {rank} ends because {cause}")
             elif isinstance(error, KeyboardInterrupt) and job.topology.rank > 0:
@@ -151,7 +157,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         elif other is not None and is_reported:
             time.sleep(_PRINTING)
         _told = True
-        job.abort()
+        job.abort(job.status_after(cause or error))
 
     sys.excepthook = uncaught
 
@@ -162,7 +168,11 @@ def exit_status() -> int:
 
 
 def _with_exit_status(failure: PeerFailed) -> PeerFailed:
-    """The failure, with the exit status added if the rank died silently and this process is its parent."""
+    """The failure, with the exit status added if the rank did not tell it and this process is its parent."""
+    if isinstance(failure, PeerLeft):  # by `raise SystemExit(3)`, if it has a status
+        status, waits = spawn.status_of_child(failure.rank), str(failure).partition(". ")[0]
+        how = f"ended with exit status {status}, while"
+        return PeerFailed(f"{waits.replace(_LEFT, how)}.", failure.rank) if status else failure
     where, died, _ = str(failure).partition(_DIED)
     end = spawn.end_of_child(failure.rank) if died else None
     return failure if end is None else PeerFailed(f"{where}{_DIED}: it {end}.", failure.rank)
@@ -234,7 +244,12 @@ def _telling_exit(original: Callable[[int], NoReturn], current: Callable[[], Job
             if job is not None and job.is_mine() and isinstance(status, int) and spawn.is_failure(status & 0xFF):
                 how = f"ended with exit status {status & 0xFF} without an exception: it called os._exit."
                 failure = PeerFailed(f"rank {job.world_rank} (process {os.getpid()}) {how}", job.world_rank)
-                _shielded(lambda: job.fail(failure))
+
+                def tell() -> None:
+                    job.leave(status & 0xFF)
+                    job.fail(failure)
+
+                _shielded(tell)
         finally:
             original(status)
 
@@ -336,7 +351,7 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
         if job is not None:
             job.close()
     status = _wait_for_children()
-    if status and not _failed:
+    if status and (_followed or not _failed):
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         flush_output()
         os._exit(own or status)  # the others fail because this rank has left

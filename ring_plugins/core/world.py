@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import itertools
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, SharedMemoryError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, PeerFailed, SharedMemoryError
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
@@ -56,8 +57,8 @@ from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.processes import Entry, Processes
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.seats import Occupant, own_seat
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.seats import FOLLOWED, HOPELESS, TOLD, Occupant, own_seat
+from ring_plugins.core.rendezvous.spawn import seats, status_of_child
 from ring_plugins.core.rendezvous.topology import Topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
@@ -282,7 +283,7 @@ class World:
         launched = (
             self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_seat is not None
         )
-        monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort)
+        monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort, self.status_after)
         monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
         monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]), vital=True)
         for service in self.observers.services:
@@ -475,7 +476,7 @@ class World:
         here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)
         self.failure_detector = FailureDetector(self.world_rank, here, peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
-        self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort)
+        self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort, self.status_after)
         self._monitor.add(self.observers.stalls)
         self._begin_to_heal(mesh)
         if mesh is not None:
@@ -586,18 +587,20 @@ class World:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""
         if self.is_joining and self.is_mine():
-            self._note_end(isinstance(error, ArgumentError))  # the script has no place where processes can join
+            has_no_place = isinstance(error, ArgumentError)  # where processes can join
+            self._note_end(HOPELESS if has_no_place else TOLD)
         if self.failure_detector is not None and self.observers is not None and self.is_mine():
             self.observers.flush()
-            self._note_end()
+            is_own = not isinstance(error, PeerFailed) or error.rank == self.world_rank
+            self._note_end(TOLD if is_own else FOLLOWED)
             self.failure_detector.fail(error)
 
-    def _note_end(self, others_would_too: bool = False) -> None:
+    def _note_end(self, how: int = TOLD) -> None:
         """As `Seats.note_end`, for what started this process."""
         if self.own_seat is not None:
-            self.own_seat.note_end(others_would_too)
-        elif self.heals and (places := seats()) is not None:
-            places.note_end(self.processes.seat, others_would_too)
+            self.own_seat.note_end(how)
+        elif (places := seats()) is not None:
+            places.note_end(self.processes.seat, how)
 
     def operations(self) -> int:
         """How many operations this rank has finished, also with communicators that are gone."""
@@ -613,9 +616,16 @@ class World:
         if self.failure_detector is not None and self.is_mine():
             self.failure_detector.leave(status)
 
-    def abort(self) -> None:
-        """End the whole job, if the launcher can."""
-        self._rendezvous.abort(1)
+    def status_after(self, error: BaseException) -> int:
+        """The exit status of a job that ends because of an error; a failed peer's own, if that is known here."""
+        if not isinstance(error, PeerFailed):
+            return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        detector = self.failure_detector
+        return (detector and detector.exit_status(error.rank)) or status_of_child(error.rank) or 1
+
+    def abort(self, status: int = 1) -> None:
+        """End the whole job with an exit status, if the launcher can."""
+        self._rendezvous.abort(status)
 
     def close(self) -> None:
         """Leave the job; peers that still wait for this rank get an error."""

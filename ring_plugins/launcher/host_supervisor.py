@@ -82,20 +82,19 @@ class HostRanks:
         job: what to run.
         link: to the coordinator.
         supervisor: starts and ends processes.
+        segment: `OwnSeat.nbytes` of it, in which they say how far they are.
     """
 
-    def __init__(self, job: HostJob, link: Link, supervisor: Supervisor) -> None:
+    def __init__(self, job: HostJob, link: Link, supervisor: Supervisor, segment: Segment) -> None:
         self._job, self._link, self._supervisor = job, link, supervisor
         self._has_told = False
-        self._number = max(job.size, job.most)
-        self._segment = Segment.create(OwnSeat.nbytes(self._number))
+        self._segment = segment
         self._in_use, self._joined = job.size, list[int]()
         self._members, self._newcomers = -1, list[dict[str, Any]]()  # as the coordinator knows them
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
         self._seats, (self._join_info, self._remote_newcomers) = OwnSeat.parts(self._segment.array)
         self._replacements: Replacements | None = None
-        supervisor.is_out, supervisor.tell_end = self._is_out, self._seats.end_all
-        supervisor.died_silently = self._seats.died_silently
+        supervisor.is_out = self._is_out
         supervisor.tell_of_memory = lambda local: _tell_user(
             f"rank {self._names[local]} {supervisor.silent_end(local)}."
         )
@@ -144,7 +143,7 @@ class HostRanks:
                     **inherited,
                     **job.environment,
                     **place.environment(start["address"], start["port"], start["secret"]),
-                    **OwnSeat.environment(self._segment, self._number, local),
+                    **OwnSeat.environment(self._segment, self._seats.number, local),
                     **({config.JOINS.name: str(world_rank)} if is_new else {}),
                 },
                 pass_fds=[self._segment.fd],
@@ -323,13 +322,14 @@ class HostRanks:
         """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
 
         It has "left", was "cut off" since others go on without it, was "lost" although its `returncode` is an exit
-        status, or was too "late" to take the place of another.
+        status, has "followed" another that failed, or was too "late" to take the place of another.
         """
         ends: list[list[Any]] = []
         late = self._replacements.late if self._replacements is not None else ()
         for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
             if code is not None:
-                how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else ""
+                how = "followed" if is_failure(code) and self._seats.has_followed(local) else ""
+                how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else how
                 is_silent = is_failure(code) and self._seats.died_silently(local)
                 how = "lost" if is_silent or has_vanished(self._supervisor, self._seats, local) else how
                 ends.append([rank, code, "late" if local in late else how])
@@ -356,11 +356,12 @@ def run(
         prepare: called once the coordinator is reached.
         user_signals: those that are passed on to the ranks.
     """
-    with Supervisor(tolerates_losses=True) as supervisor:
+    segment = Segment.create(OwnSeat.nbytes(max(job.size, job.most)))
+    with Supervisor(tolerates_losses=True, seats=OwnSeat.parts(segment.array)[0]) as supervisor:
         link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)
-            ranks = HostRanks(job, link, supervisor)
+            ranks = HostRanks(job, link, supervisor, segment)
             for number in user_signals:
                 signal.signal(number, lambda number, _: ranks.to_send.append(number))
             return ranks.run()

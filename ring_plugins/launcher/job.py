@@ -51,13 +51,14 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     Returns:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
-    with Supervisor(plan.tolerates_losses) as supervisor:
+    own = _rendezvous(plan) if plan.mpirun is None and not plan.hosts else None
+    with Supervisor(plan.tolerates_losses, own.seats if own is not None else None) as supervisor:
         if plan.mpirun is not None:
             status, why = _run_mpirun(plan, supervisor)
-        elif plan.hosts:
+        elif own is None:
             status, why = several_hosts.run(plan.job, plan.replaces, plan.max_ranks, supervisor, notify)
         else:
-            status, why = _run_ranks(plan, supervisor, notify)
+            status, why = _run_ranks(plan, own, supervisor, notify)
         if why:
             notify(why)
         if supervisor.signalled is not None:
@@ -106,12 +107,17 @@ def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
     return OtherHosts(preflight.login(plan.job), hosts, mpirun) if is_known else None
 
 
-def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str], None]) -> tuple[int, str | None]:
-    job = plan.job
-    most = max(plan.max_ranks, job.ranks)
-    segment = Segment.create(SharedMemoryRendezvous.nbytes(job.ranks, most))
-    rendezvous = SharedMemoryRendezvous(segment, 0, job.ranks, [], most)
-    seats = rendezvous.seats
+def _rendezvous(plan: LaunchPlan) -> SharedMemoryRendezvous:
+    """In which the ranks that this process starts on this host meet, as it sees it."""
+    ranks, most = plan.job.ranks, max(plan.max_ranks, plan.job.ranks)
+    return SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(ranks, most)), 0, ranks, [], most)
+
+
+def _run_ranks(
+    plan: LaunchPlan, rendezvous: SharedMemoryRendezvous, supervisor: Supervisor, notify: Callable[[str], None]
+) -> tuple[int, str | None]:
+    job, segment, seats = plan.job, rendezvous.segment, rendezvous.seats
+    most = seats.number
     variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
     with Relay(job.tag_output, job.output_directory) as relay, contextlib.ExitStack() as stack:
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
@@ -145,8 +151,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
         spares = Spares(supervisor, seats, plan.spares, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
         replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
-        supervisor.is_out, supervisor.tell_end = replacements.is_out, seats.end_all
-        supervisor.died_silently = seats.died_silently
+        supervisor.is_out = replacements.is_out
         if plan.tolerates_losses:  # else it is the last line
             supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")
         requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
@@ -173,11 +178,7 @@ def _run_ranks(plan: LaunchPlan, supervisor: Supervisor, notify: Callable[[str],
 
 
 def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacements) -> str | None:
-    """The rank that failed; a killed rank leaves no traceback that would say so.
-
-    Ranks that end because of another exit with status 1, so any other end is the likelier cause, and of two alike the
-    earlier.
-    """
+    """The rank that failed; a killed rank leaves no traceback that would say so."""
     everyone = range(len(supervisor.processes))
     left = [rank for rank in everyone if seats.has_left(rank)]
     codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
@@ -196,9 +197,7 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         told += [f"{name_ranks(further)} had not joined yet"] if further else []
         others = "the other" if left or dead or late else "all"
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
-    if not failed:
+    if (first := supervisor.first_failure()) is None:
         return None
-    # Python ends a process by SIGINT that has reported a KeyboardInterrupt.
-    failed = [one for one in failed if supervisor.ends_job(*one) or one[1] == -signal.SIGINT] or failed
-    rank, code = min(failed, key=lambda one: (one[1] == 1, one[1] > 0, supervisor.order_of_end(one[0])))
+    rank, code = first
     return f"rank {rank} {supervisor.silent_end(rank)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -16,6 +16,8 @@ from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.replacements import how_often
 
+_HOWS = ("", "left", "cut off", "lost", "followed", "late")
+
 
 class End(NamedTuple):
     """How a rank ended.
@@ -23,7 +25,7 @@ class End(NamedTuple):
     Attributes:
         rank: its number.
         code: `returncode` of its process.
-        how: "left", "cut off", "lost" or "late" if that is why it ended (`HostRanks` in host_supervisor.py), else "".
+        how: a word of `_HOWS` if that is why it ended (`HostRanks` in host_supervisor.py), else "".
     """
 
     rank: int
@@ -37,7 +39,7 @@ class End(NamedTuple):
         Raises:
             ValueError, TypeError: it is none.
         """
-        if type(code) is not int or not -128 < code < 256 or how not in ("", "left", "cut off", "lost", "late"):
+        if type(code) is not int or not -128 < code < 256 or how not in _HOWS:
             raise ValueError(f"{(rank, code, how)} is no end of a rank")
         return cls(read_ranks([rank])[0], code, how)
 
@@ -105,7 +107,7 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     if why := next((host.why for host in hosts if host.why), None):
         return 1, why
     if failed:
-        first = min(failed, key=lambda end: end.code == 1)  # those that end because of another have 1
+        first = min(failed, key=lambda end: (end.how == "followed", end.code == 1))
         return first.code, f"rank {first.rank} ended with {ending(first.code)}."
     died = [end for end in ends if (end.code and not end.how) or end.how == "lost"]
     cut = [end.rank for end in ends if end.how == "cut off"]

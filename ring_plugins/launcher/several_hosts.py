@@ -302,7 +302,7 @@ class Coordinator:
             added, why = read_ranks(body.get("added", ())), body["why"]
             if not isinstance(why, str | None):
                 raise TypeError(f"{why!r} is no text")
-            failed = [end for end in ends if not end.how and is_failure(end.code)]
+            failed = [end for end in ends if end.how in ("", "followed") and is_failure(end.code)]
             self._failed += [end for end in failed if end not in self._failed]
             host.why, host.replaced, host.added = why, replaced, added
             host.report = ends if kind == "ended" else None

@@ -33,7 +33,8 @@ from ring_plugins.core.linux.process import (
     memory_kills,
     state,
 )
-from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
+from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.spawn import as_status, first_cause, is_failure, silent_end
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
 GRACE_SECONDS = 8.0
@@ -52,28 +53,25 @@ class Supervisor:
     Args:
         tolerates_losses: whether the others go on when a process is killed by a signal, or ends without telling them.
             One that fails by an exit status otherwise ends all.
+        seats: in which the processes, by their indices, say how they end; None if they have no such memory.
 
     Attributes:
         processes: in the order of their start.
         spares: further processes, for which nobody waits and whose ends do not matter; they end with the others.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
-        tell_end: called before all processes get SIGTERM.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
             end or has not joined it.
         tell_of_memory: called if the process of an index was killed since memory had run out.
-        died_silently: whether the process of an index was a rank and has ended without telling the others.
     """
 
-    def __init__(self, tolerates_losses: bool = False) -> None:
-        self._tolerates_losses = tolerates_losses
+    def __init__(self, tolerates_losses: bool = False, seats: Seats | None = None) -> None:
+        self._tolerates_losses, self._seats = tolerates_losses, seats
         self.processes: list[subprocess.Popen[bytes]] = []
         self.spares: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
-        self.tell_end: Callable[[], None] = lambda: None
         self.is_out: Callable[[int], bool] = lambda index: False
-        self.died_silently: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
         self.tell_of_memory: Callable[[int], None] = lambda index: None
         self._ended: list[subprocess.Popen[bytes]] = []  # in the order in which that was seen
@@ -180,13 +178,14 @@ class Supervisor:
                 over = now
             if over is None and (trouble := find_trouble()) is not None:
                 over = now
-            if over is None and self._failures():
+            if over is None and self._has_failed():
                 over = now
             delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
             if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
                 terminated = True
-                self.tell_end()
+                if self._seats is not None:
+                    self._seats.end_all()
                 for process in running:
                     process.terminate()
             if over is not None and (
@@ -203,10 +202,8 @@ class Supervisor:
             return 128 + self.signalled, trouble
         if self.has_succeeded():
             return (1 if trouble else 0), trouble
-        # Ranks that end because of another exit with 1, or are killed: any other status is the likelier cause.
-        failures = sorted(self._failures(), key=lambda code: code <= 1)
-        bad = next(iter(failures), 0) or next(filter(None, self._codes()), 0)
-        return (bad if bad >= 0 else 128 - bad) or (1 if trouble else 0), trouble
+        failed = self.first_failure()
+        return (1 if failed is None else as_status(failed[1])), trouble
 
     def _note_ends(self) -> None:
         for index, process in enumerate(self.processes):
@@ -223,18 +220,25 @@ class Supervisor:
         process = self.processes[index]
         return silent_end(process.returncode, process in self._of_memory)
 
-    def order_of_end(self, index: int) -> int:
-        """Which of the processes that ended was that of an index, from 0; those that were killed come last."""
-        process = self.processes[index]
-        return self._ended.index(process) if process in self._ended else len(self._ended)
+    def first_failure(self) -> tuple[int, int] | None:
+        """Index and `returncode` of the process because of which the job ended, None if none failed."""
+        codes = {index: code for index, code in enumerate(self._codes()) if code}
+        # Python ends a process by SIGINT that has reported a KeyboardInterrupt.
+        ending = [one for one, code in codes.items() if code == -signal.SIGINT or self.ends_job(one, code)]
+        ended = [self.processes.index(process) for process in self._ended if process in self.processes]
+        has_followed = self._seats.has_followed if self._seats is not None else lambda index: False
+        if not codes:
+            return None
+        first = first_cause({one: codes[one] for one in ending or codes}, ended, has_followed)
+        return first, codes[first]
 
     def has_succeeded(self) -> bool:
         """Whether the job has: a process ended normally, and none in a way that ends the others."""
-        return 0 in self._codes() and not self._failures()
+        return 0 in self._codes() and not self._has_failed()
 
-    def _failures(self) -> list[int]:
-        """The `returncode` of each process whose end ends the job."""
-        return [code for index, code in enumerate(self._codes()) if code and self.ends_job(index, code)]
+    def _has_failed(self) -> bool:
+        """Whether the end of a process ends the job."""
+        return any(code and self.ends_job(index, code) for index, code in enumerate(self._codes()))
 
     def _codes(self) -> list[int | None]:
         """The `returncode` of each process, None if it runs or is out."""
@@ -247,7 +251,7 @@ class Supervisor:
         """Whether the others are to end after the process of an index; `code` is its `returncode`, None if it runs."""
         if not code or not self._tolerates_losses:
             return bool(code)
-        return is_failure(code) and not self.died_silently(index)
+        return is_failure(code) and not (self._seats is not None and self._seats.died_silently(index))
 
     def _kill_orphans_of_idle_processes(self, had_orphans: bool) -> bool:
         """Kill orphans once no rank runs any more: mpirun waits for every process that could still print.

@@ -30,8 +30,14 @@ class Job:
     def fail(self, error):
         self.calls.append(error)
 
-    def abort(self):
-        self.calls.append("abort")
+    def leave(self, status):
+        """Has been told."""
+
+    def status_after(self, error):
+        return 3 if isinstance(error, PeerFailed) else 1
+
+    def abort(self, status=1):
+        self.calls.append(f"abort with {status}")
 
     def close(self):
         """Has been closed."""
@@ -43,6 +49,7 @@ def uncaught(monkeypatch):
     shown = []
     monkeypatch.setattr(exit_hooks, "_installed", False)
     monkeypatch.setattr(exit_hooks, "_failed", False)
+    monkeypatch.setattr(exit_hooks, "_followed", False)
     monkeypatch.setattr(exit_hooks, "_told", False)
     monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
     monkeypatch.setattr(exit_hooks, "_PRINTING", 0.0)
@@ -64,7 +71,7 @@ def uncaught(monkeypatch):
 def test_an_error_of_this_rank_is_shown_and_reported_and_ends_the_job(uncaught, capsys):
     job, error = Job(), ValueError("no data")
     assert uncaught(job, error) == [error]
-    assert job.calls == [error, "abort"]
+    assert job.calls == [error, "abort with 1"]
     assert "ring_plugins: rank 1 failed:" in capsys.readouterr().err
 
 
@@ -75,7 +82,7 @@ def test_an_error_without_a_text_ends_the_job_as_any_other(uncaught):
 
     job, error = Job(), Textless()
     assert uncaught(job, error) == [error]
-    assert job.calls == [error, "abort"]
+    assert job.calls == [error, "abort with 1"]
 
 
 def test_what_a_signal_handler_raises_meanwhile_hides_no_failure(uncaught, monkeypatch):
@@ -110,7 +117,7 @@ def test_a_failure_that_the_hook_could_not_tell_is_told_at_exit(monkeypatch, tol
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 0)
     exit_hooks._at_exit(lambda: job, lambda: None)
-    assert job.calls == ([] if told else [error, "abort"])
+    assert job.calls == ([] if told else [error, "abort with 1"])
 
 
 @pytest.mark.parametrize(("status", "is_failure"), [(3, True), (256 + 3, True), (-1, True), (0, False), (137, False)])
@@ -127,7 +134,7 @@ def test_the_others_are_told_of_a_failure_by_os_exit(status, is_failure):
 def test_a_peers_failure_is_one_line_without_a_traceback(uncaught, capsys):
     job, error = Job(), PeerFailed("rank 0 failed: out of memory", 0)
     assert uncaught(job, error) == []
-    assert job.calls == [error, "abort"]
+    assert job.calls == [error, "abort with 3"]
     assert "rank 1 ends because rank 0 failed: out of memory" in capsys.readouterr().err
 
 
@@ -162,6 +169,19 @@ def test_buffered_log_records_are_written_before_the_process_ends_with_a_childs_
     monkeypatch.setattr(exit_hooks.os, "_exit", calls.append)
     exit_hooks._at_exit(lambda: None, lambda: None)
     assert calls == ["logs written", 3]
+
+
+@pytest.mark.parametrize(("error", "statuses"), [(PeerFailed("rank 1 failed", 1), [3]), (ValueError("no data"), [])])
+def test_a_first_process_that_a_child_made_fail_ends_with_the_childs_status(uncaught, monkeypatch, error, statuses):
+    """Otherwise with that of Python, for an exception of its own."""
+    job, ends = Job(rank=0), []
+    uncaught(job, error)
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 3)
+    monkeypatch.setattr(exit_hooks.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(exit_hooks.os, "_exit", ends.append)
+    job.operations = lambda: 0
+    exit_hooks._at_exit(lambda: job, lambda: None)
+    assert ends == statuses
 
 
 @pytest.mark.parametrize(("of_the_others", "status"), [(0, 130), (143, 143)])

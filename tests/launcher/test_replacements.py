@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ring_plugins.core.rendezvous.seats import Occupant, Seats
+from ring_plugins.core.rendezvous.seats import HOPELESS, Occupant, Seats
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
@@ -188,7 +188,7 @@ def test_a_script_in_which_no_process_can_join_is_tried_once(job):
     job.join(0, 0)
     job.join(1, 1)
     job.replacements.tick()
-    job.seats.note_end(1, others_would_too=True)
+    job.seats.note_end(1, HOPELESS)
     for _ in range(3):
         job.replacements.tick()
     assert job.started == [(1, 4)]

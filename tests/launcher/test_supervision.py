@@ -5,10 +5,12 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux import process
+from ring_plugins.core.rendezvous.seats import FOLLOWED, Occupant, Seats
 from ring_plugins.launcher import supervision
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -97,4 +99,24 @@ def test_of_processes_that_end_with_1_the_one_that_ended_first_is_known():
             supervisor._note_ends()
         last.terminate()
         assert supervisor.wait()[0] == 3  # the others may have ended because of this one
-        assert [supervisor.order_of_end(index) for index in range(3)] == [2, 0, 1]
+        assert supervisor.first_failure() == (2, 3)
+
+
+def test_the_job_ends_as_the_process_did_because_of_which_the_others_ended():
+    """A killed one tells nobody; one that says that it ended because of another is none, also if it was seen first."""
+    for first, status in (("kill -9 $$", 137), ("exit 1", 1)):
+        seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+        with Supervisor(seats=seats) as supervisor:
+            seats.note_end(0, FOLLOWED)
+            for end in ("kill -6 $$" if status == 1 else "exit 1", first):
+                supervisor.start(["sh", "-c", end], os.environ).wait()
+            assert supervisor.wait()[0] == status and supervisor.first_failure()[0] == 1
+
+
+def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure():
+    seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+    for seat in range(2):
+        seats.take(Occupant(seat, seat, (1, 2, 3)), as_member=True)
+    seats.note_end(1)
+    supervisor = Supervisor(tolerates_losses=True, seats=seats)
+    assert [supervisor.ends_job(seat, 3) for seat in range(2)] == [False, True]

@@ -203,8 +203,7 @@ class FailureDetector:
         for rank in missing:
             if self.has_left(rank):
                 self.aborted = True
-                status = self._exit_status.get(rank) or (self._local_peers and self._local_peers.exit_status(rank))
-                if status:
+                if status := self.exit_status(rank):
                     raise PeerFailed(
                         f"rank {rank} ended with exit status {status} (sys.exit), while rank {self.rank} waits for it "
                         f"in {what}.",
@@ -223,6 +222,11 @@ class FailureDetector:
         if communicator in self.deadlocks:
             self.aborted = True
             raise DeadlockError(self.deadlocks[communicator])
+
+    def exit_status(self, rank: int) -> int:
+        """With which another rank has said that it ends, 0 if it has not."""
+        local = self._local_peers.exit_status(rank) if self._local_peers is not None else 0
+        return self._exit_status.get(rank) or local
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process has ended normally; on another host, whether it should have by now."""
@@ -260,7 +264,7 @@ class FailureDetector:
         self._channel.flush(0.5)
 
     def leave(self, status: int) -> None:
-        """Tell the other ranks that this one leaves by `sys.exit(status)`; those that wait for it raise an error."""
+        """Tell the other ranks that this one ends with an exit status; those that wait for it raise an error."""
         if os.getpid() == self._pid and status:
             if self._local_peers is not None:
                 self._local_peers.own.note_exit(status)

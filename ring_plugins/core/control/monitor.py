@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.channel import Channel
@@ -52,13 +53,20 @@ class MonitorThread:
         failure_detector: knows which ranks have failed or left.
         channel: moved by this thread only.
         launched: whether the process that started this one must outlive it.
-        abort: ends the whole job, if the launcher can.
+        abort: ends the whole job with an exit status, if the launcher can.
+        status_after: the exit status of a job that ends because of a failure.
     """
 
     def __init__(
-        self, failure_detector: FailureDetector, channel: Channel, launched: bool, abort: Callable[[], None]
+        self,
+        failure_detector: FailureDetector,
+        channel: Channel,
+        launched: bool,
+        abort: Callable[[int], None],
+        status_after: Callable[[PeerFailed], int],
     ) -> None:
-        self._failure_detector, self._channel, self._abort = failure_detector, channel, abort
+        self._failure_detector, self._channel = failure_detector, channel
+        self._abort, self._status_after = abort, status_after
         self._parent = os.getppid() if launched else 0
         self._tells_of_parent = launched and failure_detector.rank == 1 and self._parent == self._pid_of_rank_0()
         self._services: list[Service] = []
@@ -152,7 +160,8 @@ class MonitorThread:
         detector.fail(failure)
         self._call(lambda service: service.close())
         logger.error(f"rank {detector.rank} ends because {failure}")
-        aborting = HelperThread(self._abort, "ring:abort")
+        status = self._status_after(failure)
+        aborting = HelperThread(lambda: self._abort(status), "ring:abort")
         aborting.start()
         aborting.join(_ABORT)
-        os._exit(1)
+        os._exit(status)

@@ -43,6 +43,9 @@ _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
 #: whose process has ended before the job has, as the others found.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
+#: How the process of a seat said that it ends: it has told the others, or is ended by the failure of one of them; or
+#: another in its place would end in the same way, instead of joining.
+TOLD, FOLLOWED, HOPELESS = 1, 2, 3
 #: A spare's integers: whether it waits, and one more than the seat that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
@@ -172,18 +175,18 @@ class Seats:
         """Whether the others go on without the process of a seat: even its exit status 0 is no normal end then."""
         return bool(self._rows[seat, _STATE] == _LOST)
 
-    def note_end(self, seat: int, others_would_too: bool = False) -> None:
-        """Say that this process ends, and has told the others how, if it was a member.
+    def note_end(self, seat: int, how: int = TOLD) -> None:
+        """Say how this process ends, `TOLD`, `FOLLOWED` or `HOPELESS`; the first that is more than `TOLD` counts."""
+        row = self._rows[seat]
+        row[_HAS_TOLD] = max(how, row[_HAS_TOLD])
 
-        Args:
-            seat: that it has.
-            others_would_too: whether another process in its place would end in the same way, instead of joining.
-        """
-        self._rows[seat, _HAS_TOLD] = 2 if others_would_too else 1
+    def has_followed(self, seat: int) -> bool:
+        """Whether the process of a seat said that another's failure ended it."""
+        return bool(self._rows[seat, _HAS_TOLD] == FOLLOWED)
 
     def is_hopeless(self, seat: int) -> bool:
         """Whether the process of a seat, which has ended, said that others would not join either."""
-        return bool(self._rows[seat, _HAS_TOLD] == 2)
+        return bool(self._rows[seat, _HAS_TOLD] == HOPELESS)
 
     def died_silently(self, seat: int) -> bool:
         """Whether the process of a seat, which has ended, was a member and did not tell the others that it ends."""
@@ -378,9 +381,9 @@ class OwnSeat:
         """Say that it leaves the job before its end, as it was told to."""
         self._seats.leave(self._seat)
 
-    def note_end(self, others_would_too: bool = False) -> None:
+    def note_end(self, how: int = TOLD) -> None:
         """As `Seats.note_end`."""
-        self._seats.note_end(self._seat, others_would_too)
+        self._seats.note_end(self._seat, how)
 
     def note_lost(self, world_rank: int) -> None:
         """As `Seats.note_lost`, of a process of this host."""

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -380,7 +380,12 @@ def wait_for_children(failed: bool) -> int:
     """
     children = _rendezvous.children if _rendezvous is not None else []
     deadline = time.monotonic() + _GRACE if failed else None
-    while running := [child for child in children if child.poll() is None]:
+    ended: list[int] = []
+    while True:
+        running = [child for child in children if child.poll() is None]
+        ended += [rank for rank, one in enumerate(children, 1) if one.returncode is not None and rank not in ended]
+        if not running:
+            break
         if deadline is None and any(child.returncode for child in children):
             deadline = time.monotonic() + _GRACE
         if deadline is not None and (
@@ -390,24 +395,62 @@ def wait_for_children(failed: bool) -> int:
                 child.kill()
                 child.wait()
         time.sleep(0.005)
-    failures = [(rank, child.returncode) for rank, child in enumerate(children, start=1) if child.returncode]
-    if not failures:
+    codes = {rank: child.returncode for rank, child in enumerate(children, start=1) if child.returncode}
+    if not codes:
         return 0
-    rank, code = failures[0]
+    assert _rendezvous is not None
+    rank = first_cause(codes, ended, _rendezvous.seats.has_followed)
     if not failed:
-        logger.error(f"rank {rank} ended with {ending(code)}.")
-    return code if code > 0 else 128 - code
+        logger.error(f"rank {rank} ended with {ending(codes[rank])}.")
+    return as_status(codes[rank])
+
+
+def first_cause(codes: Mapping[int, int], ended: Sequence[int], has_followed: Callable[[int], bool]) -> int:
+    """Of processes that failed, the one because of which the others did.
+
+    One that did not end by itself was killed since others had ended. One that says so ended because of another. Python
+    ends by 1 then, too, so any other status is the likelier cause; and of two alike the earlier.
+
+    Args:
+        codes: process -> `returncode` of its Popen.
+        ended: those that ended by themselves, in the order in which that was seen.
+        has_followed: whether a process said that another's failure ended it.
+    """
+    return min(
+        codes,
+        key=lambda one: (
+            one not in ended,
+            has_followed(one),
+            codes[one] == 1,
+            ended.index(one) if one in ended else one,
+        ),
+    )
+
+
+def as_status(code: int) -> int:
+    """The exit status that a shell has for the `returncode` of a Popen."""
+    return code if code >= 0 else 128 - code
 
 
 def end_of_child(rank: int) -> str | None:
     """How a rank that this process has spawned ended, None if it did not start it or the rank still runs."""
+    code = _code_of_child(rank)
+    return None if code is None else silent_end(code, memory_kills() > _MEMORY_KILLS)
+
+
+def status_of_child(rank: int) -> int:
+    """The exit status of such a rank, 0 where `end_of_child` is None."""
+    return as_status(_code_of_child(rank) or 0)
+
+
+def _code_of_child(rank: int) -> int | None:
     children = _rendezvous.children if _rendezvous is not None else []
     if not 0 < rank <= len(children):
         return None
     deadline = time.monotonic() + _EXIT
     while (code := children[rank - 1].poll()) is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    return None if code is None else silent_end(code, memory_kills() > _MEMORY_KILLS)
+    return code
 
 
 def silent_end(code: int, of_memory: bool = False) -> str:

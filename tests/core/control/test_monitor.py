@@ -80,7 +80,7 @@ def run(monkeypatch):
 
 
 def test_a_service_that_raises_is_dropped_and_the_others_go_on():
-    monitor = MonitorThread(FakeDetector(), channel := FakeChannel(), False, lambda: None)
+    monitor = MonitorThread(FakeDetector(), channel := FakeChannel(), False, lambda status: None, lambda failure: 1)
     good, bad = Service(), Service(RuntimeError("broken"))
     monitor.add(bad)
     monitor.add(good)
@@ -94,16 +94,16 @@ def test_a_service_that_raises_is_dropped_and_the_others_go_on():
 
 def test_a_script_that_does_not_notice_a_failure_is_ended_and_the_job_with_it(run):
     detector, aborted, service = FakeDetector(failure := PeerFailed("rank 0 failed", 0)), [], Service()
-    monitor = MonitorThread(detector, FakeChannel(), False, lambda: aborted.append(True))
+    monitor = MonitorThread(detector, FakeChannel(), False, aborted.append, lambda failure: 3)
     monitor.add(service)
-    assert run(monitor) == 1
-    assert detector.reported == [failure] and aborted and service.closed
+    assert run(monitor) == 3
+    assert detector.reported == [failure] and aborted == [3] and service.closed
 
 
 def test_a_script_that_noticed_is_left_alone():
     detector = FakeDetector(PeerFailed("rank 0 failed", 0))
     detector.aborted = True
-    monitor = MonitorThread(detector, FakeChannel(), False, lambda: None)
+    monitor = MonitorThread(detector, FakeChannel(), False, lambda status: None, lambda failure: 1)
     for _ in range(3):
         monitor._end_after_failure()
     assert detector.reported == []
@@ -111,7 +111,7 @@ def test_a_script_that_noticed_is_left_alone():
 
 def test_a_process_whose_launcher_is_gone_ends(run, monkeypatch):
     monkeypatch.setattr(module.os, "getppid", lambda: 4711)
-    monitor = MonitorThread(FakeDetector(), FakeChannel(), True, lambda: None)
+    monitor = MonitorThread(FakeDetector(), FakeChannel(), True, lambda status: None, lambda failure: 1)
     monkeypatch.setattr(module.os, "getppid", lambda: 1)
     assert run(monitor) == 1
 
@@ -124,7 +124,7 @@ def test_a_script_that_takes_too_long_to_say_that_rank_0_is_gone_is_ended_with_t
     monkeypatch.setattr(module.os, "getppid", lambda: FakeDetector.membership[0].pid)
     detector = FakeDetector(PeerFailed("rank 0 died", 0))
     detector.aborted, detector.failed = True, told
-    monitor = MonitorThread(detector, FakeChannel(), True, lambda: None)
+    monitor = MonitorThread(detector, FakeChannel(), True, lambda status: None, lambda failure: 1)
     monitor._parent = 4711
     assert run(monitor) == 1
     assert ("rank 1 ends because rank 0 died" in caplog.text) is not told

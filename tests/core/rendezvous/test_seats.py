@@ -7,7 +7,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat, Seats, own_seat
+from ring_plugins.core.rendezvous.seats import FOLLOWED, HOPELESS, Occupant, OwnSeat, Seats, own_seat
 
 
 def test_a_seat_passes_from_its_first_process_to_one_that_waits_and_joins():
@@ -58,10 +58,13 @@ def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_
     seats.note_lost(0)
     assert seats.died_silently(0)
     seats.note_end(0)
-    assert not seats.died_silently(0) and not seats.is_hopeless(0)
+    assert not seats.died_silently(0) and not seats.is_hopeless(0) and not seats.has_followed(0)
+    seats.note_end(0, FOLLOWED)
+    seats.note_end(0)  # as it leaves then
+    assert not seats.died_silently(0) and not seats.is_hopeless(0) and seats.has_followed(0)
     seats.clear(0)
     seats.take(Occupant(0, 2, (1, 2, 3)), as_member=False)
-    seats.note_end(0, others_would_too=True)
+    seats.note_end(0, HOPELESS)
     assert seats.is_hopeless(0) and not seats.died_silently(0)
     seats.clear(0)  # for the next process
     assert not seats.is_hopeless(0)

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -159,11 +158,22 @@ def test_a_stopped_child_is_not_waited_for_after_a_failure(monkeypatch):
     """It can do nothing in the seconds that others use to report the failure."""
     monkeypatch.setattr(spawn, "_GRACE", 3600.0)
     child = subprocess.Popen(["sleep", "3600"])
-    monkeypatch.setattr(spawn, "_rendezvous", SimpleNamespace(children=[child]))
+    one = SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(2)), 0, 2, [child])
+    monkeypatch.setattr(spawn, "_rendezvous", one)
     child.send_signal(signal.SIGSTOP)
     while process.state(child.pid) != "T":
         time.sleep(0.01)
     assert spawn.wait_for_children(failed=True) == 128 + signal.SIGKILL
+
+
+def test_of_processes_that_failed_the_first_cause_is_known():
+    """Who follows another is none, whatever its end, nor who had to be killed; 1 is less likely one than others."""
+    assert spawn.first_cause({0: 1, 1: 3}, [0, 1], lambda rank: False) == 1
+    assert spawn.first_cause({0: 1, 1: 1, 2: 1}, [2, 0, 1], lambda rank: rank == 2) == 0
+    assert spawn.first_cause({0: -6, 1: 1}, [0, 1], lambda rank: rank == 0) == 1
+    assert spawn.first_cause({0: -9, 1: 1}, [1], lambda rank: False) == 1
+    assert spawn.first_cause({0: 5, 1: -9}, [1, 0], lambda rank: False) == 1
+    assert spawn.first_cause({2: 1}, [], lambda rank: True) == 2
 
 
 def test_ends_of_processes_have_names():
