@@ -15,6 +15,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ring_plugins.torch.ownership import is_claimed
+
 
 def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], None]) -> list[Any]:
     """Call a function whenever the parameter's gradient has been accumulated; a frozen one may be unfrozen later.
@@ -207,14 +209,44 @@ def _end_together(task: int) -> None:
 # hooks whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
 _registrations = 0
 
+#: By identity, parameters that averagers have and that a script has replaced in their module, with what came instead.
+_replaced: dict[int, tuple[weakref.ref[torch.Tensor], list[weakref.ref[torch.Tensor]]]] = {}
 
-def _count_registration(module: Any, name: str, value: Any) -> None:
+
+def _note_registration(module: nn.Module, name: str, value: Any) -> None:
     global _registrations
     _registrations += 1
+    before = vars(module).get("_parameters", {}).get(name)
+    before = vars(module).get("_modules", {}).get(name) if before is None else before
+    if before is value or (before is None and not _replaced):
+        return
+    new = _tensors(value)
+    for one in new:
+        _replaced.pop(id(one), None)
+    for one in _tensors(before):
+        if is_claimed(one) and all(one is not other for other in new):
+            _replaced[id(one)] = weakref.ref(one), list(map(weakref.ref, new))
 
 
-register_module_parameter_registration_hook(_count_registration)
-register_module_module_registration_hook(_count_registration)
+def _tensors(registered: Any) -> list[torch.Tensor]:
+    if isinstance(registered, nn.Module):
+        return list(registered.parameters())
+    return [] if registered is None else [registered]
+
+
+def came_instead(parameter: torch.Tensor) -> list[torch.Tensor | None] | None:
+    """What its module has in its place, None for what is gone; None if nobody has replaced it."""
+    old, new = _replaced.get(id(parameter), (None, []))
+    return None if old is None or old() is not parameter else [reference() for reference in new]
+
+
+def are_some_replaced() -> bool:
+    """Whether any parameter of an averager was replaced."""
+    return bool(_replaced)
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
 
 
 def registrations() -> int:

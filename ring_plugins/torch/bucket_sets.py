@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import operator
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,13 +28,13 @@ from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import membership_changes
-from ring_plugins.torch.autograd import registrations
-from ring_plugins.torch.compared_options import ComparedOptions
+from ring_plugins.torch.autograd import are_some_replaced, came_instead, registrations
+from ring_plugins.torch.compared_options import ComparedOptions, listed
 from ring_plugins.torch.device import TorchStreams, is_capturing
 from ring_plugins.torch.drift import WeightsInStep, parameter_checksums
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks
-from ring_plugins.torch.ownership import Claim, refusal, still_there
+from ring_plugins.torch.ownership import Claim, is_claimed, refusal, still_there
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: How many sets are kept: adversarial training freezes one of two parts, in turn, twice a step.
@@ -102,6 +103,7 @@ class BucketSets:
         self._order = ArrivalOrder()
         self._seen_registrations = 0
         self._held: _Trained = ()
+        self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         if isinstance(communicator, HealingCommunicator):
             communicator.buffers_belong_to(self)
@@ -132,6 +134,7 @@ class BucketSets:
         self.named = [(name, parameter) for parameter, name in names.items()]
         self.parameters = list(names)
         self._held = tuple(map(held.__contains__, names)) if held else ()
+        self._held_sets = set()
         self._order = ArrivalOrder()
         self._put_hooks()
 
@@ -139,11 +142,12 @@ class BucketSets:
         """Let what is trained now take part in passes, frozen or not, until `let_go`: it has gradients of its own."""
         trained = tuple(map(_requires_grad, self.parameters))
         if self._held != trained:
+            self._held_sets.add(trained)
             self._held = tuple(map(operator.or_, trained, self._held)) if self._held else trained
 
     def let_go(self) -> None:
         """Let frozen parameters take no part again: all gradients are averages, or gone."""
-        self._held = ()
+        self._held, self._held_sets = (), set()
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
@@ -177,10 +181,31 @@ class BucketSets:
         if buckets is None:
             buckets = self._make(trained, passes)
         buckets.has_others = self.claim.has_others
+        buckets.replaced, buckets.noted = [], ""
+        if self._held_sets or are_some_replaced():
+            self._note(buckets, trained)
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
             self._put_hooks()
         return buckets
+
+    def _note(self, buckets: GradientBuckets, trained: _Trained) -> None:
+        """Note what a script has done with parameters that all ranks must have done, besides freezing some."""
+        new = {name: found for name, one in itertools.compress(self.named, trained) if (found := came_instead(one))}
+        if new:
+            buckets.noted = f"has replaced {listed(list(new))} in the model"
+        used = {id(one) for group in self.options.groups for one in group.get("params", ())}
+        buckets.replaced = [
+            name
+            for name, instead in new.items()
+            if any(
+                one is not None and one.requires_grad and not is_claimed(one) and id(one) not in used for one in instead
+            )
+        ]
+        for other in sorted(self._held_sets - {trained}):
+            names = [name for name, _ in itertools.compress(self.named, other)]
+            buckets.noted += f"{' and ' if buckets.noted else ''}has trained only {listed(names)} in a pass before it"
+            buckets.noted += f" ({zlib.crc32(repr(names).encode()):08x})" if len(names) > 1 else ""
 
     def _make(self, trained: _Trained, passes: int) -> GradientBuckets:
         if len(self.kept) >= _KEPT:

@@ -125,11 +125,16 @@ class ComparedOptions:
         if self.weights is not None:
             self.weights.names = names or {}
 
+    @property
+    def groups(self) -> Iterable[Mapping[str, Any]]:
+        """The parameter groups; nothing if there are no optimizers."""
+        return () if self._groups is None else self._groups()
+
     def uses(self, parameters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Those of these (name, parameter) pairs that the optimizers have; all if there are none."""
         if self._groups is None:
             return list(parameters)
-        used = {id(one) for group in self._groups() for one in group.get("params", ())}
+        used = {id(one) for group in self.groups for one in group.get("params", ())}
         return [(name, one) for name, one in parameters if id(one) in used]
 
     def update(self, trained: int | None = None) -> Array:
@@ -148,7 +153,7 @@ class ComparedOptions:
         if weights is not None:
             weights = zlib.crc32(repr(self._fixed()).encode(), weights)
         self._compared_weights = weights
-        groups = self._groups() if self._groups is not None else ()
+        groups = self.groups
         values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in groups]
         if values != self._values:
             self._values = values
@@ -176,26 +181,27 @@ class ComparedOptions:
             self.weights.count(self.weights.passes + 1)
         return differ(shares)
 
-    def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = ()) -> None:
+    def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = (), noted: str = "") -> None:
         """Raise on all ranks, because they differ; not if only weights did, and are equal by now. Collective.
 
         Args:
             communicator: of all ranks.
             trained: names of the parameters whose gradients this rank has averaged.
+            noted: what else its script has done with parameters.
 
         Raises:
             MismatchError: they have averaged, updated or set different things.
             DriftError: their weights differ.
         """
         told = communicator.all_gather_object(
-            (self.place.values, self.updates, self.text, trained, self._compared_weights),
+            (self.place.values, self.updates, self.text, trained, noted, self._compared_weights),
             "options that differ",
         )
-        (places, updates, texts, names, weights), ranks = zip(*told, strict=True), communicator.ranks
-        error = trained_error(names, ranks) or place_error(places, ranks) or updates_error(updates, ranks)
+        (places, updates, texts, names, notes, weights), ranks = zip(*told, strict=True), communicator.ranks
+        error = trained_error(names, ranks, notes) or place_error(places, ranks) or updates_error(updates, ranks)
         if error is None and self.weights is not None and len(set(weights)) > 1 and len(set(map(tuple, texts))) == 1:
             self.check_weights(f"after {self.updates or self.weights.passes - 1} steps", communicator)
-            check_equal_options(self._groups() if self._groups is not None else (), communicator)
+            check_equal_options(self.groups, communicator)
             return
         self.updates = 0  # so that a script may go on from equal weights
         raise error or options_error(texts, ranks)
@@ -223,7 +229,7 @@ class ComparedOptions:
         return f"The optimizers differ: {other}. Set the same on all ranks." if other else likely_causes(hints)
 
     def _fixed(self) -> list[dict[str, str]]:
-        return fixed_options(self._groups() if self._groups is not None else ())
+        return fixed_options(self.groups)
 
     @property
     def text(self) -> list[str]:
@@ -286,21 +292,37 @@ def updates_error(updates: Sequence[int], ranks: Sequence[int]) -> MismatchError
     )
 
 
-def trained_error(trained: Sequence[Sequence[str]], ranks: Sequence[int]) -> MismatchError | None:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def trained_error(
+    trained: Sequence[Sequence[str]], ranks: Sequence[int], notes: Sequence[str] = ()
+) -> MismatchError | None:
     """The error that all ranks raise if they have averaged the gradients of different parameters.
 
     Args:
         trained: names of each rank.
         ranks: the ranks' numbers.
+        notes: what else the script of each has done with parameters.
     """
-    if all(names == trained[0] for names in trained):
-        return None
     found: dict[str, list[int]] = {}
+    if all(names == trained[0] for names in trained):
+        for rank, note in zip(ranks, notes, strict=False):
+            found.setdefault(note or "has done no such thing", []).append(rank)
+        if len(found) < 2:
+            return None
+        where = "; ".join(f"{name_ranks(some)} {text}" for text, some in found.items())
+        return MismatchError(
+            f"the ranks train different parameters in this step ({where}). Replace, freeze and unfreeze the same "
+            "parameters on all ranks, between the same two steps, and give new ones to the optimizer."
+        )
     shared = set(trained[0]).intersection(*trained)
     for rank, names in zip(ranks, trained, strict=True):
         own = [name for name in names if name not in shared]
-        more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
-        found.setdefault(", ".join(own[:_NAMED]) + more or "none that others do not train", []).append(rank)
+        found.setdefault(listed(own) or "none that others do not train", []).append(rank)
     where = "; ".join(f"{name_ranks(some)}: {text}" for text, some in found.items())
     return MismatchError(
         f"the ranks train different parameters in this step ({where}), so the gradients of some were averaged with "

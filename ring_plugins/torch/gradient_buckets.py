@@ -107,6 +107,8 @@ class GradientBuckets:
         is_ordered: whether buckets fill in the order in which gradients really come.
         has_others: what to tell the other ranks in this pass: whether this one has other averagers.
         wants_change: the same: whether this one is to leave after it, or sees processes that wait to join.
+        replaced: names of parameters that this rank's script has replaced in its model.
+        noted: what else its script has done with parameters, to be compared in this pass; "" as a rule.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -130,7 +132,7 @@ class GradientBuckets:
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
         self._heals = isinstance(communicator, HealingCommunicator)
         self._communicator, self.is_ordered = communicator, order is not None or self._heals
-        self.has_others = self.wants_change = False
+        self.has_others, self.wants_change, self.replaced, self.noted = False, False, list[str](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = list(itertools.compress(range(len(named)), is_trained or [p.requires_grad for _, p in named]))
@@ -359,7 +361,7 @@ class GradientBuckets:
     def _write_options(self) -> None:
         if self._streams is not None and is_capturing():
             return
-        options = self._options.update(self._trained_checksum)
+        options = self._options.update(zlib.crc32(self.noted.encode(), self._trained_checksum))
         if options is self._written_options:
             return
         self._written_options = options

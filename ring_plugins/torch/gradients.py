@@ -48,6 +48,7 @@ from ring_plugins.torch.own_gradients import (
     DroppedAverager,
     OwnGradients,
     changed_before_average,
+    replaced_error,
     step_inside_backward,
 )
 from ring_plugins.torch.ownership import Claim, refusal, still_there
@@ -476,7 +477,9 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            self._sets.options.raise_difference(self._communicator, buckets.trained)
+            self._sets.options.raise_difference(self._communicator, buckets.trained, buckets.noted)
+        if buckets.replaced:
+            raise replaced_error(self._communicator.name, buckets.replaced)
         captures = self._streams is not None and is_capturing()
         if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
             method(self._sets.options.updates)

@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.world import World, current, is_initialized
+from ring_plugins.torch.compared_options import listed
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 _watched: list[weakref.ref[OwnGradients]] = []
@@ -253,6 +254,16 @@ def changed_before_average(name: str) -> RingError:
         "averaged, since no backward after the last step() has averaged them: they came in no_sync(), or in fewer "
         "passes than passes_per_step. Call optimizer.synchronize(), or GradientAverager.finish(), after the last "
         "backward of such a step. If each rank is to change its own gradients, assign new ones: p.grad = p.grad * x."
+    )
+
+
+def replaced_error(name: str, replaced: Sequence[str]) -> RingError:
+    """The error for parameters that a script has replaced in its model, but not in the optimizer."""
+    return RingError(
+        f"{name}: {listed(replaced)} of the model had been replaced by another parameter, as by an assignment of a "
+        "parameter or layer, or by load_state_dict(assign=True), and the optimizer has the old one, so the new one "
+        "is neither averaged nor trained. Make the optimizer and DistributedOptimizer after that, give it the new one "
+        "(add_param_group), freeze the new one, or copy values instead: p.data.copy_(x)."
     )
 
 

@@ -2117,6 +2117,76 @@ def a_parameter_that_one_rank_freezes_is_named() -> None:
     averager.close()
 
 
+@check_among_several
+def a_parameter_that_is_replaced_in_the_model_only_is_named() -> None:
+    def train(change: Callable[[nn.Module], object], passes_before: int = 2) -> str:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        try:
+            for step in range(passes_before + 2):
+                if step == passes_before:
+                    change(model)
+                optimizer.zero_grad()
+                model(torch.full((2, 3), ring.rank() + 1.0)).square().sum().backward()
+                optimizer.step()
+            return ""
+        except ring.RingError as error:
+            return str(error)
+        finally:
+            optimizer.close()
+
+    def replace(model: nn.Module, **options: Any) -> None:
+        model[1].weight = nn.Parameter(torch.ones(3, 3), **options)
+
+    def put_back(model: nn.Module) -> None:
+        before = model[1].weight
+        replace(model)
+        model[1].weight = before
+
+    def load(model: nn.Module) -> None:
+        model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+
+    def tie(model: nn.Module) -> None:
+        model[1].weight = model[0].weight
+
+    alone = "rank 0 has replaced 1.weight in the model"
+    assert alone in train(lambda model: ring.rank() or replace(model))
+    assert alone in train(lambda model: ring.rank() or replace(model, requires_grad=False))
+    assert alone in train(lambda model: ring.rank() or tie(model))
+    assert "1.weight of the model had been replaced by another parameter" in train(replace)
+    assert "1.weight, 1.bias of the model had been replaced" in train(
+        lambda model: setattr(model, "1", nn.Linear(3, 3))
+    )
+    assert "0.weight, 0.bias, 1.weight, 1.bias and 2 more of the model" in train(load)
+    assert not train(put_back)
+    assert not train(tie)
+    assert not train(lambda model: replace(model, requires_grad=False))
+
+
+@check_among_several
+def sets_of_parameters_that_differ_in_no_sync_only_are_named() -> None:
+    def train(trained: int) -> str:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        broadcast_parameters(model)
+        averager = GradientAverager(model)
+        try:
+            for one in (0, 1):
+                model[one].requires_grad_(one == trained)
+            with averager.no_sync():
+                model(torch.ones(2, 3)).sum().backward()
+            model.requires_grad_(True)
+            model(torch.ones(2, 3)).sum().backward()
+            return ""
+        except ring.RingError as error:
+            return str(error)
+        finally:
+            averager.close()
+
+    assert not train(1)
+    assert "has trained only 0.weight, 0.bias, 2.weight, 2.bias in a pass before it" in train(ring.rank() % 2)
+
+
 ONLY = os.environ.get("TEST_ONLY", "").split(",")
 run([check for check in CHECKS if ONLY == [""] or check.__name__ in ONLY])
 report("launched by NCCL", len(LAUNCHES))
