@@ -47,7 +47,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.message_stream import HEADER_BYTES, Address, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
-from ring_plugins.core.rendezvous import bootstrap, record, seats, slot_holder
+from ring_plugins.core.rendezvous import bootstrap, launcher_shim, record, seats
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
 from ring_plugins.launcher.growth import GrowthRequests
@@ -469,7 +469,7 @@ class MeshMessages(JsonTarget):
 
 
 class Greetings(Target):
-    """What a process that reaches the socket of a slot's holder says: only a holder's own line counts."""
+    """What a process that reaches the socket of a launcher shim says: only a shim's own line counts."""
 
     def valid(self) -> list[bytes]:
         return [b"1 0123456789abcdef\n", b"999999 0123456789abcdef\n", b"\n", b"1 " + b"f" * 100]
@@ -480,7 +480,7 @@ class Greetings(Target):
             for piece in _pieces(data[:4096], rng):
                 theirs.send(piece)
             theirs.close()
-            slot, digest = slot_holder._greeting(ours)
+            slot, digest = launcher_shim._greeting(ours)
         line = data[:64].partition(b"\n")[0] + b"\n"
         if (slot, digest) != (0, ""):
             assert line == f"{slot} {digest}\n".encode() or int(line.split()[0]) == slot

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ring_plugins.core.rendezvous import slot_holder
+from ring_plugins.core.rendezvous import launcher_shim
 from tests.hosts import hosts
 from tests.hosts.test_healing_under_launchers import LAUNCHERS, start, stop_launcher
 from tests.keras import test_replacement as of_keras
@@ -134,13 +134,13 @@ def test_the_status_of_a_process_that_has_joined_is_that_of_the_job(cluster, lau
     assert "ring run: rank 1 ended with exit status 3." in result.output
 
 
-def holder_on(cluster, host, job):
+def shim_on(cluster, host, job):
     """A placeholder on a host."""
     first_process = cluster.enter(host)[2]
     return next(
         process
         for process in job.processes()
-        if slot_holder.__file__ in process.cmdline() and namespace(process.pid) == namespace(first_process)
+        if launcher_shim.__file__ in process.cmdline() and namespace(process.pid) == namespace(first_process)
     )
 
 
@@ -158,9 +158,9 @@ def test_nothing_outlives_a_job_in_which_processes_have_joined_and_wait(cluster,
             assert job.process.poll() is None and time.monotonic() < end, job._result()
             time.sleep(0.05)
         if stop == "placeholder":  # of rank 0's host; under torchrun and srun, another one's loss costs only its host
-            holder_on(cluster, "host1", job).kill()
+            shim_on(cluster, "host1", job).kill()
         elif stop == "daemon":
-            holder_on(cluster, "host2", job).parent().kill()
+            shim_on(cluster, "host2", job).parent().kill()
         else:
             stop_launcher(job, launcher, stop)
         result = job.wait(40, ignore_files=["sm_segment.*"], grace=15)

@@ -11,7 +11,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.rendezvous.seats import own_seat
-from ring_plugins.core.rendezvous.slots import hold_slot
+from ring_plugins.core.rendezvous.shim_setup import become_launcher_shim
 from ring_plugins.core.rendezvous.spawn import number_of_seats, restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
 
@@ -170,7 +170,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
                     f"job with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
                 )
             return
-        hold_slot(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
+        become_launcher_shim(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
             f'on_failure="{policy.on_failure}" does not work under {record.by}, which ends all ranks when one dies. '

@@ -39,8 +39,8 @@ from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
 from ring_plugins.core.rendezvous.seats import Seats
 
-#: Bytes of a slot: two int64 words (round, length) and a payload.
-_SLOT = 8192
+#: Bytes of a cell: two int64 words (round, length) and a payload.
+_CELL = 8192
 #: Seconds that children have to end once a rank has failed: they may still be reporting the failure.
 _GRACE = 8.0
 #: Seconds that the kernel may take to end a process whose connections it has closed.
@@ -105,10 +105,10 @@ def child_environment(segment: Segment, rank: int | None, size: int, parent: int
 class SharedMemoryRendezvous:
     """Exchanges payloads among ranks of one host through a shared segment.
 
-    Every rank has two slots, for rounds of even and odd number: a rank can be one round ahead of its slowest reader but
+    Every rank has two cells, for rounds of even and odd number: a rank can be one round ahead of its slowest reader but
     not two.
 
-    The seats lie before the slots: a process that joins later knows their number, but not that of the first ranks.
+    The seats lie before the cells: a process that joins later knows their number, but not that of the first ranks.
 
     Args:
         segment: of `nbytes(size, seats)` bytes, zeros at first.
@@ -121,14 +121,14 @@ class SharedMemoryRendezvous:
         self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], seats: int = 0
     ) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self._first_slot = Seats.nbytes(max(seats, size))
-        self.seats = Seats(segment.array[: self._first_slot])
+        self._first_cell = Seats.nbytes(max(seats, size))
+        self.seats = Seats(segment.array[: self._first_cell])
         self._round = 0
 
     @staticmethod
     def nbytes(size: int, seats: int = 0) -> int:
         """Bytes of a segment for this many ranks, and seats if there are more."""
-        return Seats.nbytes(max(seats, size)) + 2 * size * _SLOT
+        return Seats.nbytes(max(seats, size)) + 2 * size * _CELL
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -138,16 +138,16 @@ class SharedMemoryRendezvous:
         """
         self._round += 1
         data = json.dumps(payload).encode()
-        if len(data) > _SLOT - 16:
-            raise LaunchError(f"start-up record of rank {self.rank} is {len(data)} bytes, more than {_SLOT - 16}.")
-        words, text = self._slot(self.rank)
+        if len(data) > _CELL - 16:
+            raise LaunchError(f"start-up record of rank {self.rank} is {len(data)} bytes, more than {_CELL - 16}.")
+        words, text = self._cell(self.rank)
         text[: len(data)] = np.frombuffer(data, np.uint8)
         words[1] = len(data)
         publish()
         words[0] = self._round
         end = time.monotonic() + config.START_TIMEOUT.get()
         with ProgressLine() as line:
-            while missing := [r for r in range(self.size) if self._slot(r)[0][0] < self._round]:
+            while missing := [r for r in range(self.size) if self._cell(r)[0][0] < self._round]:
                 self._check_children(missing)
                 if time.monotonic() > end:
                     raise LaunchError(
@@ -159,8 +159,8 @@ class SharedMemoryRendezvous:
                     line.show(lambda came=came: arrivals(came, self.size, " to reach init()"))  # type: ignore[misc]
                 time.sleep(0.001)
         publish()  # read the payloads only after their rounds
-        found = [json.loads(bytes(text[: words[1]])) for words, text in map(self._slot, range(self.size))]
-        self._slot(self.rank, 1)[1][:] = 0  # of the round before, which all have read: it may hold a secret
+        found = [json.loads(bytes(text[: words[1]])) for words, text in map(self._cell, range(self.size))]
+        self._cell(self.rank, 1)[1][:] = 0  # of the round before, which all have read: it may hold a secret
         return found
 
     def has_arrived(self, rank: int) -> bool:
@@ -169,14 +169,14 @@ class SharedMemoryRendezvous:
 
     def rounds(self, rank: int) -> int:
         """How often a rank has called `gather`, as any process sees it that maps the segment."""
-        slots = self.segment.array[self._first_slot :][2 * rank * _SLOT :][: 2 * _SLOT].reshape(2, _SLOT)
-        return int(np.ascontiguousarray(slots[:, :8]).view(np.int64).max())
+        cells = self.segment.array[self._first_cell :][2 * rank * _CELL :][: 2 * _CELL].reshape(2, _CELL)
+        return int(np.ascontiguousarray(cells[:, :8]).view(np.int64).max())
 
-    def _slot(self, rank: int, before: int = 0) -> tuple[Any, Any]:
+    def _cell(self, rank: int, before: int = 0) -> tuple[Any, Any]:
         """Words and payload of a rank in this round, or so many rounds before."""
-        start = self._first_slot + (2 * rank + (self._round - before) % 2) * _SLOT
-        slot = self.segment.array[start : start + _SLOT]
-        return slot[:16].view(np.int64), slot[16:]
+        start = self._first_cell + (2 * rank + (self._round - before) % 2) * _CELL
+        cell = self.segment.array[start : start + _CELL]
+        return cell[:16].view(np.int64), cell[16:]
 
     def _check_children(self, missing: list[int]) -> None:
         for rank, child in enumerate(self.children, start=1):

@@ -1,12 +1,13 @@
-"""What a launcher's process becomes when `slots.hold_slot` has taken over its job: a process that must not die.
+"""What a launcher's process becomes when `shim_setup.become_launcher_shim` has taken over its job: a process that must
+not die.
 
 Runs as a script of its own, by an isolated Python without site-packages, so that it takes 6 MB and no time; it imports
-nothing of this package. All of a job's holders meet at an abstract Unix socket:
+nothing of this package. All of a job's shims meet at an abstract Unix socket:
 
 - the first listens. When all others have come, it starts `ring run`, whose exit status it sends to them in one byte;
 - the others say in one line which they are and what they would have run, wait for that byte, and leave with it.
 
-A holder that is asked to end (Ctrl-C, SIGTERM) closes its side of the connection, and so does one that is killed. The
+A shim that is asked to end (Ctrl-C, SIGTERM) closes its side of the connection, and so does one that is killed. The
 first then ends the job. Each of them also looks twice a second whether the launcher is still there.
 
 Any program of this host can reach an abstract socket, and take any name that is free. So only processes of the same
@@ -51,7 +52,7 @@ def start_time(pid: int) -> str:
 
 
 class Launcher:
-    """The process that started the holders of a job.
+    """The process that started the shims of a job.
 
     Args:
         pid: its process id.
@@ -66,7 +67,7 @@ class Launcher:
         return start_time(self._pid) != self._started
 
 
-def hold_first(name: str, size: int, digest: str, launcher: Launcher, timeout: float, command: list[str]) -> int:
+def run_first_shim(name: str, size: int, digest: str, launcher: Launcher, timeout: float, command: list[str]) -> int:
     """Hold the first slot: wait for the others, run a command, and return its exit status, which all leave with.
 
     Args:
@@ -111,11 +112,11 @@ def hold_first(name: str, size: int, digest: str, launcher: Launcher, timeout: f
     return status
 
 
-def hold_other(name: str, slot: int, digest: str, launcher: Launcher, timeout: float) -> int:
+def run_other_shim(name: str, slot: int, digest: str, launcher: Launcher, timeout: float) -> int:
     """Hold another slot than the first: wait for the first's exit status, and return it.
 
     Args:
-        name, digest, launcher, timeout: as for `hold_first`.
+        name, digest, launcher, timeout: as for `run_first_shim`.
         slot: which this is, from 1.
     """
     deadline = time.monotonic() + timeout
@@ -214,7 +215,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def _greeting(connection: socket.socket) -> tuple[int, str]:
-    """The slot and the digest that the process at the other end tells, (0, "") if it is none of the holders."""
+    """The slot and the digest that the process at the other end tells, (0, "") if it is none of the shims."""
     if _peer(connection)[1] != os.geteuid():
         return 0, ""
     line = b""
@@ -234,7 +235,7 @@ def _use_all_cores(others: list[socket.socket]) -> None:
 
 
 def _run(command: list[str], others: list[socket.socket], launcher: Launcher) -> int:
-    """Run a command, which ends when the launcher does or a holder asks for it, and return its exit status."""
+    """Run a command, which ends when the launcher does or a shim asks for it, and return its exit status."""
     import subprocess
 
     waking, wakes = socket.socketpair()
@@ -297,10 +298,10 @@ def _fail(text: str) -> int:
 def _main(role: str, name: str, number: str, digest: str, pid: str, started: str, timeout: str, *command: str) -> int:
     launcher = Launcher(int(pid), started)
     if role == "first":
-        return hold_first(name, int(number), digest, launcher, float(timeout), list(command))
+        return run_first_shim(name, int(number), digest, launcher, float(timeout), list(command))
     for user_signal in _USER_SIGNALS:  # the first hands them to the ranks
         signal.signal(user_signal, signal.SIG_IGN)
-    return hold_other(name, int(number), digest, launcher, float(timeout))
+    return run_other_shim(name, int(number), digest, launcher, float(timeout))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """How a job goes on without a rank under launchers that end all processes as soon as one dies: mpirun, torchrun, srun.
 
 No process that such a launcher has started may die with a rank. So when `init(on_failure="continue")` finds one of
-these launchers, each of its processes replaces itself by a tiny one that holds its slot (slot_holder.py). The first
+these launchers, each of its processes replaces itself by a tiny one that holds its slot (launcher_shim.py). The first
 slot's starts `ring run` with as many ranks, and the script begins anew in those. The launcher sees processes that live
 as long as the job does, and all end with its exit status:
 
-    mpirun ── holder of slot 0 ── ring run ── rank 0, rank 1, rank 2
-           ├─ holder of slot 1
-           └─ holder of slot 2
+    mpirun ── shim of slot 0 ── ring run ── rank 0, rank 1, rank 2
+           ├─ shim of slot 1
+           └─ shim of slot 2
 
 The ranks get none of the launcher's variables, and are found as ranks of `ring run`. They may use all cores that the
 launcher has bound any slot to.
 
 **On several hosts** the processes first meet once, by the launcher's own means: MPI, torchrun's store, or the first
 host of srun's step. They tell each other where they are and what they would run, and leave MPI in good order. Then they
-become holders, too, but the first of each host starts a supervisor of that host's ranks (launcher/held_host.py). These
+become shims, too, but the first of each host starts a supervisor of that host's ranks (launcher/shim_host.py). These
 supervisors work together as those that `ring run` starts by ssh; the one on rank 0's host also takes `ring run`'s part.
-A process that takes the place of a lost rank is started by its host's supervisor there, too, and no holder knows of it.
+A process that takes the place of a lost rank is started by its host's supervisor there, too, and no shim knows of it.
 
-Considered and rejected: a holder in every slot with its own rank below it. Those ranks would have to meet by the
+Considered and rejected: a shim in every slot with its own rank below it. Those ranks would have to meet by the
 launcher's own means, MPI among them, which ends the job when a rank is gone (MPICH, also with -disable-auto-cleanup) or
 calls it failed (Open MPI). Options of the launchers (Open MPI's --enable-recovery, srun's --kill-on-bad-exit=0
 --no-kill) would be for the user to set, and torchrun and MPICH have none.
@@ -45,7 +45,7 @@ from ring_plugins.core.linux.process import parent
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.net.mpi import world_size_if_initialized
 from ring_plugins.core.net.socket_owner import why_users_are_unknown
-from ring_plugins.core.rendezvous import mpi, slot_holder, slurm, spawn, tcp
+from ring_plugins.core.rendezvous import launcher_shim, mpi, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord
 
@@ -76,7 +76,9 @@ _KEPT = (
 )
 
 
-def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: int, remedy: str) -> NoReturn:
+def become_launcher_shim(
+    record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: int, remedy: str
+) -> NoReturn:
     """Replace this process by one that holds its launcher's slot, while the ranks run under a `ring run`.
 
     Args:
@@ -118,7 +120,7 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
         raise ArgumentError(f"{refused} the script cannot start again: {error}") from error
     names = _own_variables(record)
     pid = _launcher({name: os.environ[name] for name in names if name in os.environ})
-    started = slot_holder.start_time(pid)
+    started = launcher_shim.start_time(pid)
     if not started:
         raise ArgumentError(
             f"{refused} its processes are in containers of their own, where they cannot see it. Run {record.by} inside "
@@ -133,14 +135,14 @@ def hold_slot(record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: 
         policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
         place = _meet_on_several_hosts(record, work, command, policy)
         slot, size = place.job["ranks"].index(record.rank), len(place.job["ranks"])
-        again = own_python("from ring_plugins.launcher.held_host import main; sys.exit(main())")
+        again = own_python("from ring_plugins.launcher.shim_host import main; sys.exit(main())")
         environment |= {config.HOST_JOB.name: json.dumps(place._asdict())}
     common = [work, str(pid), started, str(config.START_TIMEOUT.get())]
     own = ["other", job, str(slot), *common] if slot else ["first", job, str(size), *common, *again]
     flush_output()
     os.chdir(spawn.START_DIRECTORY)
-    holder = [sys.executable, "-I", "-S", slot_holder.__file__]
-    os.execve(sys.executable, [*holder, *own], environment)
+    shim = [sys.executable, "-I", "-S", launcher_shim.__file__]
+    os.execve(sys.executable, [*shim, *own], environment)
 
 
 class _Place(NamedTuple):
@@ -166,7 +168,7 @@ def _meet_on_several_hosts(record: LaunchRecord, work: str, command: list[str], 
     own: dict[str, Any] = {"domain": shared_memory_domain(), "host": socket.gethostname(), "work": work}
     if is_first:
         reserved = reserve_port()
-        os.set_inheritable(reserved.fileno(), True)  # the holder keeps it
+        os.set_inheritable(reserved.fileno(), True)  # the shim keeps it
         own |= {"addresses": own_addresses(), "port": reserved.getsockname()[1], "key": secrets.token_hex(32)}
         reserved.detach()
     everyone = (mpi if record.kind == "mpi" else tcp).exchange(record, own)

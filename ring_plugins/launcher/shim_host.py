@@ -1,7 +1,7 @@
 """Runs the ranks of one host under mpirun, torchrun or srun, whose processes hold their slots meanwhile.
 
-The first holder of each host starts this (core/rendezvous/slots.py says why and how). On the host of rank 0 it is the
-coordinator, too (several_hosts.py).
+The first shim of each host starts this (core/rendezvous/shim_setup.py says why and how). On the host of rank 0 it is
+the coordinator, too (several_hosts.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.rendezvous import slot_holder, slots, spawn
+from ring_plugins.core.rendezvous import launcher_shim, shim_setup, spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.launcher.coordinator_link import HostJob
 from tests.hosts.cluster import find_mpich
@@ -124,12 +124,12 @@ def test_a_launcher_that_is_killed_or_interrupted_leaves_nothing(launcher, stop)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("victim", ["first", "other"])
-def test_a_holder_that_is_killed_ends_the_job(launcher, victim):
+def test_a_shim_that_is_killed_ends_the_job(launcher, victim):
     with start_ranks(RANK, 3, command(launcher, 3), env={"TEST_END": "never"}) as job:
         job.pids()
-        holders = [process for process in job.processes() if slot_holder.__file__ in process.cmdline()]
-        assert len(holders) == 3 and all(process.memory_info().rss < 20e6 for process in holders)
-        next(process for process in holders if victim in process.cmdline()).kill()
+        shims = [process for process in job.processes() if launcher_shim.__file__ in process.cmdline()]
+        assert len(shims) == 3 and all(process.memory_info().rss < 20e6 for process in shims)
+        next(process for process in shims if victim in process.cmdline()).kill()
         assert job.wait(30).returncode
 
 
@@ -141,7 +141,7 @@ def test_a_users_signal_reaches_the_ranks(launcher):
         job.pids()
         if launcher == "MPICH":  # its mpiexec would end: as a scheduler that reaches all processes
             for process in job.processes():
-                if slot_holder.__file__ in process.cmdline():
+                if launcher_shim.__file__ in process.cmdline():
                     process.send_signal(signal.SIGUSR1)
         else:
             job.signal_parent(signal.SIGUSR1)
@@ -180,11 +180,11 @@ def test_a_job_of_one_rank_and_a_script_that_has_initialized_mpi():
 
 def refused(record, match, on_failure="continue"):
     with pytest.raises(ArgumentError, match=match):
-        slots.hold_slot(record, 1, on_failure, 0, "leave it out")
+        shim_setup.become_launcher_shim(record, 1, on_failure, 0, "leave it out")
 
 
 def test_what_cannot_work_is_refused(monkeypatch):
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("became a holder"))
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("became a shim"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     one_host = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 4)
     several = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 2)
@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused(monkeypatch):
         kept.setenv("RING_SPARES", "1")
         refused(several, r"RING_SPARES=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace")
     with monkeypatch.context() as strangers:
-        strangers.setattr(slots, "why_users_are_unknown", lambda: "all users show as this one")
+        strangers.setattr(shim_setup, "why_users_are_unknown", lambda: "all users show as this one")
         refused(
             one_host, r"work under mpirun \(Open MPI\) here, since all users show as this one: a stranger could pose"
         )
@@ -203,13 +203,13 @@ def test_what_cannot_work_is_refused(monkeypatch):
         LaunchRecord("mpi", "MPI", 1), "work under MPI if it does not start all ranks on this host. It works on one"
     )
     refused(LaunchRecord("rendezvous", "the variables RANK", 1, 4, 1, 4), "ranks on this host. .*; or leave it out")
-    monkeypatch.setattr(slots, "world_size_if_initialized", lambda: 4)
+    monkeypatch.setattr(shim_setup, "world_size_if_initialized", lambda: 4)
     refused(one_host, "if the script initializes MPI itself")
-    monkeypatch.setattr(slots, "world_size_if_initialized", lambda: 0)
+    monkeypatch.setattr(shim_setup, "world_size_if_initialized", lambda: 0)
     monkeypatch.setattr(sys, "orig_argv", ["python"])
     refused(one_host, "cannot start again: .* standard input")
     monkeypatch.setattr(spawn, "command", lambda: ["python", "train.py"])
-    monkeypatch.setattr(slots, "_launcher", lambda own: 0)
+    monkeypatch.setattr(shim_setup, "_launcher", lambda own: 0)
     refused(one_host, "containers of their own")
     refused(several, "containers of their own")
     refused(several, "containers of their own", "replace")
@@ -230,16 +230,16 @@ def test_processes_that_meet_on_several_hosts_learn_where_each_is(monkeypatch):
         everyone[record.rank]["work"] = own["work"]
         return [everyone[0] | first, *everyone[1:]]
 
-    monkeypatch.setattr(slots.mpi, "exchange", exchange)
-    monkeypatch.setattr(slots, "shared_memory_domain", lambda: "b")
-    job, hosts = slots._meet_on_several_hosts(record, "1", ["python", "x.py"], {"RING_ON_FAILURE": "replace"})
+    monkeypatch.setattr(shim_setup.mpi, "exchange", exchange)
+    monkeypatch.setattr(shim_setup, "shared_memory_domain", lambda: "b")
+    job, hosts = shim_setup._meet_on_several_hosts(record, "1", ["python", "x.py"], {"RING_ON_FAILURE": "replace"})
     assert hosts == [("a", [0, 2]), ("b", [1, 3])]
     assert HostJob(**job).ranks == [1, 3] and job["index"] == 1 and job["addresses"] == ["10.0.0.1"]
     assert (job["port"], job["key"], job["size"], job["hosts"], job["replaces"]) == (7, "hush", 4, 2, True)
     policy = {"RING_ON_FAILURE": "continue"}
-    assert not slots._meet_on_several_hosts(record, "1", ["python"], policy).job["replaces"]
+    assert not shim_setup._meet_on_several_hosts(record, "1", ["python"], policy).job["replaces"]
     with pytest.raises(ArgumentError, match="rank 3 has another command, directory or min_ranks than rank 0"):
-        slots._meet_on_several_hosts(record, "2", ["python"], policy)
+        shim_setup._meet_on_several_hosts(record, "2", ["python"], policy)
 
 
 def test_ranks_get_no_variable_that_tells_a_process_of_the_launcher_who_it_is():
@@ -253,17 +253,17 @@ def test_ranks_get_no_variable_that_tells_a_process_of_the_launcher_who_it_is():
         "SLURM_PROCID",
     }
     kept = {"PATH", "SLURM_JOB_ID", "RING_TIMEOUT", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT", "I_MPI"}
-    found = slots.environment_of_ranks(dict.fromkeys([*launchers, *kept, "RING_LAUNCHER", "SLURM_NTASKS"], "1"))
+    found = shim_setup.environment_of_ranks(dict.fromkeys([*launchers, *kept, "RING_LAUNCHER", "SLURM_NTASKS"], "1"))
     assert set(found) == kept
 
 
-class Holders:
+class Shims:
     """Processes that hold the slots of a launcher, which is a process of the test."""
 
     def __init__(self, size, work="exit 7", timeout=20):
         self.name, self.size, self.work, self.timeout = f"test-{uuid.uuid4().hex}", size, work, timeout
         self.launcher = subprocess.Popen(["sleep", "60"])
-        self.started = slot_holder.start_time(self.launcher.pid)
+        self.started = launcher_shim.start_time(self.launcher.pid)
         self.processes = [self.launcher]
 
     def __enter__(self):
@@ -278,7 +278,7 @@ class Holders:
         own = [("other" if slot else "first"), self.name, str(slot or self.size), digest]
         watched = [str(self.launcher.pid), self.started, str(self.timeout)]
         work = [] if slot else ["sh", "-c", self.work]
-        return self.popen(sys.executable, "-I", "-S", slot_holder.__file__, *own, *watched, *work)
+        return self.popen(sys.executable, "-I", "-S", launcher_shim.__file__, *own, *watched, *work)
 
     def stranger(self, what):
         script = f"import os, socket, sys; s = socket.socket(socket.AF_UNIX); name = chr(0) + sys.argv[1]; {what}"
@@ -299,62 +299,62 @@ def fails(process, text):
     assert status == 1 and text in error
 
 
-def test_holders_leave_with_the_first_ones_status_whoever_comes_first():
-    with Holders(3) as holders:
-        started = [holders.start(slot) for slot in (2, 0, 1)]
+def test_shims_leave_with_the_first_ones_status_whoever_comes_first():
+    with Shims(3) as shims:
+        started = [shims.start(slot) for slot in (2, 0, 1)]
         assert [ends(process) for process in started] == [(7, "")] * 3
 
 
 @pytest.mark.parametrize("victim", ["launcher", "first", "other", "asked"])
 def test_nothing_outlives_any_of_them(victim, tmp_path):
     begun = tmp_path / "begun"
-    with Holders(2, f"echo $$ > {begun}; exec sleep 60") as holders:
-        first, other = holders.start(0), holders.start(1)
+    with Shims(2, f"echo $$ > {begun}; exec sleep 60") as shims:
+        first, other = shims.start(0), shims.start(1)
         while not (begun.exists() and begun.read_text().strip()):
             time.sleep(0.01)
         sleep = int(begun.read_text())
-        {"launcher": holders.launcher, "first": first, "other": other, "asked": other}[victim].send_signal(
+        {"launcher": shims.launcher, "first": first, "other": other, "asked": other}[victim].send_signal(
             signal.SIGTERM if victim == "asked" else signal.SIGKILL
         )
         codes = [ends(process)[0] for process in (first, other)]
         expected = {"launcher": [143, 143], "first": [-9, 1], "other": [143, -9], "asked": [143, 143]}
         assert codes == expected[victim]
         deadline = time.monotonic() + 10
-        while slot_holder.start_time(sleep):
+        while launcher_shim.start_time(sleep):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
 def test_a_command_that_differs_and_a_rank_that_never_comes_are_errors():
-    with Holders(2) as holders:
-        first, other = holders.start(0), holders.start(1, "1" * 16)
+    with Shims(2) as shims:
+        first, other = shims.start(0), shims.start(1, "1" * 16)
         fails(first, "rank 1 has another command, directory or min_ranks than rank 0")
         assert ends(other)[0] == 1
-    with Holders(3, timeout=0.3) as holders:
-        first, other = holders.start(0), holders.start(1)
+    with Shims(3, timeout=0.3) as shims:
+        first, other = shims.start(0), shims.start(1)
         fails(first, "rank 0 waited 0.3 s for rank 2 to reach init")
         assert ends(other)[0] == 1
-    with Holders(2, timeout=0.3) as holders:
-        fails(holders.start(1), "rank 1 waited 0.3 s for rank 0 to reach init")
+    with Shims(2, timeout=0.3) as shims:
+        fails(shims.start(1), "rank 1 waited 0.3 s for rank 0 to reach init")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_processes_of_another_user_are_not_believed():
-    with Holders(2) as holders:
-        first = holders.start(0)
+    with Shims(2) as shims:
+        first = shims.start(0)
         deadline = time.monotonic() + 10
         find = "import re; name = re.findall(f'@({name[1:]}/.*)', open('/proc/net/unix').read())[0]"
         what = f"{find}; setuid; s.connect(chr(0) + name); sys.exit(len(s.recv(1)))"
-        while ends(stranger := holders.stranger(what))[0]:
+        while ends(stranger := shims.stranger(what))[0]:
             assert time.monotonic() < deadline, "the first does not listen"
         assert stranger.returncode == 0 and first.poll() is None
-        assert ends(holders.start(1)) == (7, "") and ends(first) == (7, "")
-    with Holders(2) as holders:
+        assert ends(shims.start(1)) == (7, "") and ends(first) == (7, "")
+    with Shims(2) as shims:
         more = "t = socket.socket(socket.AF_UNIX); t.bind(name + '/0123456789abcdef'); t.listen()"
-        holders.stranger(f"import time; setuid; s.bind(name); s.listen(); {more}; time.sleep(60)")
+        shims.stranger(f"import time; setuid; s.bind(name); s.listen(); {more}; time.sleep(60)")
         time.sleep(0.3)
-        holders.timeout = 0.3
-        fails(holders.start(1), "rank 1 waited 0.3 s for rank 0")
-        holders.timeout = 20
-        started = [holders.start(1), holders.start(0)]
+        shims.timeout = 0.3
+        fails(shims.start(1), "rank 1 waited 0.3 s for rank 0")
+        shims.timeout = 20
+        started = [shims.start(1), shims.start(0)]
         assert [ends(process) for process in started] == [(7, "")] * 2
