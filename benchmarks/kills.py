@@ -60,8 +60,8 @@ def network() -> tuple[Any, Any]:
 class Log:
     """A file to which a process writes the number of each step that it has done, and when."""
 
-    def __init__(self, seat: int) -> None:
-        name = Path(os.environ["KILLS_LOGS"]) / f"{seat}-{os.getpid()}"
+    def __init__(self, slot: int) -> None:
+        name = Path(os.environ["KILLS_LOGS"]) / f"{slot}-{os.getpid()}"
         self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, step: int) -> None:
@@ -76,12 +76,12 @@ def train_replace() -> None:
     from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 
     ring.init(ranks=SIZE, on_failure="replace")
-    seat = ring.rank()
+    slot = ring.rank()
     model, inputs = network()
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
     state = TrainingState(model=model, optimizer=optimizer, step=0)
-    log = Log(seat)
+    log = Log(slot)
     while True:
         train(model, inputs, optimizer)
         log.add(state.step)
@@ -125,7 +125,7 @@ def train_torchft() -> None:
     import torch
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-    seat = int(os.environ["REPLICA_GROUP_ID"])
+    slot = int(os.environ["REPLICA_GROUP_ID"])
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model, inputs = network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -134,7 +134,7 @@ def train_torchft() -> None:
         load_state_dict=lambda state: (model.load_state_dict(state["m"]), optimizer.load_state_dict(state["o"])),
         state_dict=lambda: {"m": model.state_dict(), "o": optimizer.state_dict()},
         min_replica_size=1,
-        replica_id=f"train_{seat}",
+        replica_id=f"train_{slot}",
         timeout=timedelta(seconds=10),
         rank=0,
         world_size=1,
@@ -143,7 +143,7 @@ def train_torchft() -> None:
         store_port=store.port,
     )
     replicated, stepping = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
-    log, done = Log(seat), -1
+    log, done = Log(slot), -1
     while True:
         train(replicated, inputs, stepping)
         if manager.current_step() != done:
@@ -216,9 +216,9 @@ class Job:
             if process.poll() is not None:
                 self._processes[name] = self._start(name)
 
-    def kill(self, seat: int) -> bool:
-        """Kill the process that trains at a seat; False if there is none."""
-        for file in self._logs.glob(f"{seat}-*"):
+    def kill(self, slot: int) -> bool:
+        """Kill the process that trains at a slot; False if there is none."""
+        for file in self._logs.glob(f"{slot}-*"):
             with contextlib.suppress(OSError):
                 pid = int(file.name.partition("-")[2])
                 if b"kills.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -264,11 +264,11 @@ def started(variant: str, torchft: str | None) -> Iterator[tuple[Job, Path]]:
                     {},
                 ),
                 **{
-                    f"replica {seat}": (
+                    f"replica {slot}": (
                         [torchft or "", *training],
-                        {"REPLICA_GROUP_ID": str(seat), "KILLS_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
+                        {"REPLICA_GROUP_ID": str(slot), "KILLS_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
                     )
-                    for seat in range(SIZE)
+                    for slot in range(SIZE)
                 },
             },
         }[variant]  # fmt: skip
@@ -283,14 +283,14 @@ def started(variant: str, torchft: str | None) -> Iterator[tuple[Job, Path]]:
 
 
 def done(logs: Path) -> dict[tuple[int, int], float]:
-    """When each seat did each step for the first time, by step and seat."""
+    """When each slot did each step for the first time, by step and slot."""
     found: dict[tuple[int, int], float] = {}
     for file in logs.iterdir():
-        seat = int(file.name.partition("-")[0])
+        slot = int(file.name.partition("-")[0])
         for line in file.read_text().splitlines():
             with contextlib.suppress(ValueError):
                 when, step = line.split()
-                found[int(step), seat] = min(float(when), found.get((int(step), seat), float("inf")))
+                found[int(step), slot] = min(float(when), found.get((int(step), slot), float("inf")))
     return found
 
 
@@ -311,7 +311,7 @@ def measure(variant: str, every: float | None, seconds: float, torchft: str | No
     """
     with started(variant, torchft) as (job, logs):
         deadline = time.monotonic() + 120
-        while sum(seat_has(logs, seat, 20) for seat in range(SIZE)) < SIZE:
+        while sum(slot_has(logs, slot, 20) for slot in range(SIZE)) < SIZE:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{variant}: not all ranks train after two minutes")
             job.tick()
@@ -329,9 +329,9 @@ def measure(variant: str, every: float | None, seconds: float, torchft: str | No
     return {"samples": len(times) * BATCH / seconds, "kills": kills, "longest": max(gaps), "curve": curve}
 
 
-def seat_has(logs: Path, seat: int, steps: int) -> bool:
-    """Whether a process of a seat has done some steps."""
-    return any(file.read_text().count("\n") >= steps for file in logs.glob(f"{seat}-*"))
+def slot_has(logs: Path, slot: int, steps: int) -> bool:
+    """Whether a process of a slot has done some steps."""
+    return any(file.read_text().count("\n") >= steps for file in logs.glob(f"{slot}-*"))
 
 
 def main() -> None:

@@ -3,23 +3,23 @@
 import time
 
 from ring_plugins.core.elastic.join_offers import newcomers_here
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 
 
 def wait_for_newcomers(missing: set[int], seconds: float) -> None:
-    """Wait until processes wait for these seats, on several hosts for those of the own one; not longer than that."""
-    places, world, end = seats(), current(), time.monotonic() + seconds
+    """Wait until processes wait for these slots, on several hosts for those of the own one; not longer than that."""
+    places, world, end = slots(), current(), time.monotonic() + seconds
     if places is None:
-        here = world.processes.node_of_seat(world.share[0])
-        missing = {seat for seat in missing if world.processes.node_of_seat(seat) == here}
+        here = world.processes.node_of_slot(world.share[0])
+        missing = {slot for slot in missing if world.processes.node_of_slot(slot) == here}
 
     def waiting() -> list[int]:
         if places is None:
-            assert world.own_seat is not None
-            here = [told["seat"] for *_, told in newcomers_here(world.own_seat)]
-            return here + [one["seat"] for one in world.own_seat.remote_newcomers()]
-        return [one.seat for one in places.waiting() if one.is_there()]
+            assert world.own_slot is not None
+            here = [told["slot"] for *_, told in newcomers_here(world.own_slot)]
+            return here + [one["slot"] for one in world.own_slot.remote_newcomers()]
+        return [one.slot for one in places.waiting() if one.is_there()]
 
     while missing and not missing.issubset(waiting()) and time.monotonic() < end:
         time.sleep(0.005)

@@ -1,9 +1,9 @@
 """The processes of a job: where each of them runs, and its three numbers.
 
 - *World rank*: the number with which it started. No other process of the job ever has it.
-- *Seat*: its place in the order of ranks. For a process of the start, that is its world rank; for one that takes the
-  place of a lost rank, that rank's seat.
-- *Rank*: its position among the present members, in the order of their seats.
+- *Slot*: its place in the order of ranks. For a process of the start, that is its world rank; for one that takes the
+  place of a lost rank, that rank's slot.
+- *Rank*: its position among the present members, in the order of their slots.
 
 Scripts see ranks. Whatever outlives a loss goes by world ranks.
 """
@@ -21,7 +21,7 @@ from ring_plugins.core.base.records import read_address, read_as, read_record
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.linux.shared_memory import shared_memory_domain
 from ring_plugins.core.linux.thread_count import Cores, own_cores
-from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.slots import Occupant
 from ring_plugins.core.rendezvous.topology import Topology, find_topology
 
 
@@ -103,60 +103,60 @@ class Processes:
 
     Args:
         own: world rank of this process.
-        seat: its place in the order of ranks.
-        entries: by world rank, in the order of seats: of all ranks, or of this process alone if it is yet to join them.
-        nodes, hosts: keys and names of the hosts to which the seats belong; equal keys for those on one host.
-        cores: that the first processes of the seats may use.
+        slot: its place in the order of ranks.
+        entries: by world rank, in the order of slots: of all ranks, or of this process alone if it is yet to join them.
+        nodes, hosts: keys and names of the hosts to which the slots belong; equal keys for those on one host.
+        cores: that the first processes of the slots may use.
 
     Attributes:
-        own, seat, entries, hosts, cores: as given; entries of those that join are added.
-        ranks: world ranks of the present members, in the order of seats.
-        topology: where this process stands among them; before it joins, among all seats.
+        own, slot, entries, hosts, cores: as given; entries of those that join are added.
+        ranks: world ranks of the present members, in the order of slots.
+        topology: where this process stands among them; before it joins, among all slots.
         nodes: key of each process's host, by world rank.
-        seats: of all processes, by world rank.
-        shares, past_shares: into how many shares data is divided, one for each seat that has ever had a member, and all
+        slots: of all processes, by world rank.
+        shares, past_shares: into how many shares data is divided, one for each slot that has ever had a member, and all
             such numbers that this process has seen.
-        is_further: whether the job is to grow by this process, since nobody had its seat when it started; known on
+        is_further: whether the job is to grow by this process, since nobody had its slot when it started; known on
             several hosts.
     """
 
     def __init__(
         self,
         own: int,
-        seat: int,
+        slot: int,
         entries: Mapping[int, Entry],
         nodes: Sequence[str],
         hosts: Sequence[str],
         cores: Sequence[Cores],
     ) -> None:
-        self.own, self.seat, self.hosts, self.cores = own, seat, list(hosts), list(cores)
+        self.own, self.slot, self.hosts, self.cores = own, slot, list(hosts), list(cores)
         self.entries = dict(entries)
         self.ranks = tuple(entries)
-        self.seats = {**{rank: rank for rank in entries}, own: seat}
-        self._node_of_seat = list(nodes)
-        self.nodes = {rank: nodes[place] for rank, place in self.seats.items()}
+        self.slots = {**{rank: rank for rank in entries}, own: slot}
+        self._node_of_slot = list(nodes)
+        self.nodes = {rank: nodes[place] for rank, place in self.slots.items()}
         self.shares, self.past_shares = len(nodes), {len(nodes)}
         self.is_further = False
-        self.topology: Topology = find_topology(seat, nodes, hosts)
+        self.topology: Topology = find_topology(slot, nodes, hosts)
 
     def add(self, everyone: Iterable[Occupant], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
         """Note who and where all are that are members from now on, before `follow`.
 
         Args:
-            everyone: all of them, in the order of seats.
+            everyone: all of them, in the order of slots.
             entries: by world rank.
             nodes: keys of their hosts, by world rank; None if there is one host.
         """
-        for seat, rank, _ in everyone:
-            self.entries[rank], self.seats[rank] = entries[rank], seat
+        for slot, rank, _ in everyone:
+            self.entries[rank], self.slots[rank] = entries[rank], slot
             self.nodes[rank] = nodes[rank] if nodes is not None else self.nodes[self.own]
             if nodes is not None:
-                self._note_place(seat, nodes[rank], entries[rank].host, entries[rank].share_of_cores)
+                self._note_place(slot, nodes[rank], entries[rank].host, entries[rank].share_of_cores)
 
-    def _note_place(self, seat: int, node: str, host: str, cores: Cores) -> None:
-        self._node_of_seat[seat : seat + 1] = [node]
-        self.hosts[seat : seat + 1] = [host]
-        self.cores[seat : seat + 1] = [cores]
+    def _note_place(self, slot: int, node: str, host: str, cores: Cores) -> None:
+        self._node_of_slot[slot : slot + 1] = [node]
+        self.hosts[slot : slot + 1] = [host]
+        self.cores[slot : slot + 1] = [cores]
 
     def follow(self, ranks: Sequence[int]) -> None:
         """From now on, these world ranks are the members."""
@@ -175,8 +175,8 @@ class Processes:
         return all(self.nodes[rank] in left for rank in ranks)
 
     def occupants(self, peers: LocalPeers) -> list[Occupant]:
-        """Who of these has which seat, this process first."""
-        return [Occupant(self.seats[one.rank], one.rank, one.address) for one in (peers.own, *peers.others.values())]
+        """Who of these has which slot, this process first."""
+        return [Occupant(self.slots[one.rank], one.rank, one.address) for one in (peers.own, *peers.others.values())]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -184,51 +184,51 @@ class Processes:
         return {rank: entry.pid for rank, entry in self.entries.items()}
 
     @property
-    def taken_seats(self) -> list[int]:
+    def taken_slots(self) -> list[int]:
         """Those of the members."""
-        return [self.seats[rank] for rank in self.ranks]
+        return [self.slots[rank] for rank in self.ranks]
 
-    def node_of_seat(self, seat: int) -> str:
-        """Key of the real or virtual host to which a seat belongs; that of this process's for one that nobody had."""
-        return self._node_of_seat[seat] if seat < len(self._node_of_seat) else self.nodes[self.own]
+    def node_of_slot(self, slot: int) -> str:
+        """Key of the real or virtual host to which a slot belongs; that of this process's for one that nobody had."""
+        return self._node_of_slot[slot] if slot < len(self._node_of_slot) else self.nodes[self.own]
 
-    def node_here(self, seat: int) -> str:
-        """Key of this host, for one that is to take a seat here: the seat's own, if it belongs here already."""
+    def node_here(self, slot: int) -> str:
+        """Key of this host, for one that is to take a slot here: the slot's own, if it belongs here already."""
         domain = self.entries[self.own].domain
         here = {self.nodes[rank] for rank, entry in self.entries.items() if entry.domain == domain}
-        return node if (node := self.node_of_seat(seat)) in here else self.nodes[self.own]
+        return node if (node := self.node_of_slot(slot)) in here else self.nodes[self.own]
 
-    # What processes of several hosts learn of the seats when they start (rendezvous/seats.py), and when they join ----
+    # What processes of several hosts learn of the slots when they start (rendezvous/slots.py), and when they join ----
 
     def places(self) -> list[list[Any]]:
-        """Of each seat that ever had a member: key and name of its host, and cores. JSON can hold it."""
-        return list(map(list, zip(self._node_of_seat, self.hosts, self.cores, strict=True)))
+        """Of each slot that ever had a member: key and name of its host, and cores. JSON can hold it."""
+        return list(map(list, zip(self._node_of_slot, self.hosts, self.cores, strict=True)))
 
     def take_places(self, places: Sequence[Sequence[Any]]) -> None:
-        """Know of the seats what a member does; see `places`."""
-        self._node_of_seat, self.hosts, self.cores = [], [], []
-        for seat, (node, host, cores) in enumerate(places):
-            self._note_place(seat, node, host, Cores(*cores))
+        """Know of the slots what a member does; see `places`."""
+        self._node_of_slot, self.hosts, self.cores = [], [], []
+        for slot, (node, host, cores) in enumerate(places):
+            self._note_place(slot, node, host, Cores(*cores))
 
     def join_info(self) -> dict[str, Any]:
-        """What a new process of this host needs to look like one of all seats; JSON can hold it."""
-        names, domain = list(dict.fromkeys(self._node_of_seat)), self.entries[self.own].domain
+        """What a new process of this host needs to look like one of all slots; JSON can hold it."""
+        names, domain = list(dict.fromkeys(self._node_of_slot)), self.entries[self.own].domain
         here = min(names.index(self.nodes[rank]) for rank in self.ranks if self.entries[rank].domain == domain)
-        nodes = [names.index(one) for one in self._node_of_seat]
+        nodes = [names.index(one) for one in self._node_of_slot]
         return {"nodes": nodes, "hosts": self.hosts, "cores": self.cores, "here": here}
 
     @classmethod
-    def from_join_info(cls, own: int, seat: int, entry: Entry, join_info: Mapping[str, Any], in_use: int) -> Processes:
+    def from_join_info(cls, own: int, slot: int, entry: Entry, join_info: Mapping[str, Any], in_use: int) -> Processes:
         """As a process knows them that is yet to join; arguments as above.
 
         Args:
-            own, seat, entry, join_info: of this process and its host.
-            in_use: how many seats are, if nobody has had this one yet.
+            own, slot, entry, join_info: of this process and its host.
+            in_use: how many slots are, if nobody has had this one yet.
         """
         known = len(join_info["nodes"])
-        further = max(in_use - known, 0) if seat >= known else 0
+        further = max(in_use - known, 0) if slot >= known else 0
         nodes = [f"{entry.domain}/{number}" for number in [*join_info["nodes"], *[join_info["here"]] * further]]
         cores = [Cores(*one) for one in join_info["cores"]] + [entry.share_of_cores] * further
-        found = cls(own, seat, {own: entry}, nodes, [*join_info["hosts"], *[entry.host] * further], cores)
+        found = cls(own, slot, {own: entry}, nodes, [*join_info["hosts"], *[entry.host] * further], cores)
         found.is_further = further > 0
         return found

@@ -57,8 +57,8 @@ from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.processes import Entry, Processes
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.seats import FOLLOWED, HOPELESS, TOLD, Occupant, own_seat
-from ring_plugins.core.rendezvous.spawn import seats, status_of_child
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, Occupant, own_slot
+from ring_plugins.core.rendezvous.spawn import slots, status_of_child
 from ring_plugins.core.rendezvous.topology import Topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
@@ -108,7 +108,7 @@ class World:
         self._made = 0
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._messenger: Messenger | None = None
-        self.own_seat = own_seat() if rendezvous.size > 1 else None
+        self.own_slot = own_slot() if rendezvous.size > 1 else None
         try:
             self._connect_alone() if self.is_joining else self._connect()
         except BaseException as error:
@@ -127,9 +127,9 @@ class World:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of the data is this rank's: that of its seat, if lost ranks are replaced."""
+        """Which of how many shares of the data is this rank's: that of its slot, if lost ranks are replaced."""
         if self.replaces:
-            return self.processes.seat, self.processes.shares
+            return self.processes.slot, self.processes.shares
         return self.topology.rank, self.topology.size
 
     @property
@@ -163,12 +163,12 @@ class World:
         if any(entry.policy[0] for entry in entries):
             shares_memory = len(set(nodes)) == 1 and all(entry.liveness for entry in entries)
             uses_sockets = self.transport is not None and all(entry.liveness for entry in entries)
-            policies, has_seats = [entry.policy for entry in entries], self.own_seat is not None
-            check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary, has_seats)
+            policies, has_slots = [entry.policy for entry in entries], self.own_slot is not None
+            check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary, has_slots)
         peers = self._watch_local_peers(own, entries) if any(entry.liveness for entry in entries) else None
         self._local_peers = peers
         self._tags = itertools.count(rank, max(size, most))  # no two ranks ever offer the same
-        self.elastic = Elastic(self, self.processes, peers, policy, self.own_seat)
+        self.elastic = Elastic(self, self.processes, peers, policy, self.own_slot)
         if size > 1:
             self._monitor = self._make_monitor(server, entries)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
@@ -179,27 +179,27 @@ class World:
         self._rank_marker = RankMarker(rank) if size > 1 else None
         if self.heals:
             self.elastic.notice.install()
-        if self.own_seat is not None:
+        if self.own_slot is not None:
             self._write_join_info()
-            self.own_seat.take_part(rank, own.address if own is not None else (0, 0, 0))
-        if self.heals and own is not None and (places := seats()) is not None:
+            self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
+        if self.heals and own is not None and (places := slots()) is not None:
             places.take(Occupant(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:
-        """Be a job of one that looks like one of all seats, until it joins: the others do not wait for this process."""
-        rank, seat, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
+        """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
+        rank, slot, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
         self._reserved = None
         own = Liveness.create(rank)
         entry = self._entry(own, None)
-        if self.own_seat is not None:
-            self.processes = Processes.from_join_info(rank, seat, entry, self.own_seat.read_join_info(), size)
+        if self.own_slot is not None:
+            self.processes = Processes.from_join_info(rank, slot, entry, self.own_slot.read_join_info(), size)
         else:
             nodes, hosts, cores = [entry.domain] * size, [entry.host] * size, [entry.share_of_cores] * size
-            self.processes = Processes(rank, seat, {rank: entry}, nodes, hosts, cores)
-        where = entry.host if self.own_seat is not None else ""
+            self.processes = Processes(rank, slot, {rank: entry}, nodes, hosts, cores)
+        where = entry.host if self.own_slot is not None else ""
         self._local_peers = LocalPeers(own, [], where, self._policy.min_ranks)
         self._secret, self._tags = b"", itertools.count(rank, MOST_MEMBERS)
-        self.elastic = Elastic(self, self.processes, self._local_peers, self._policy, self.own_seat)
+        self.elastic = Elastic(self, self.processes, self._local_peers, self._policy, self.own_slot)
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
         self._rank_marker = RankMarker(rank)
 
@@ -211,9 +211,9 @@ class World:
 
     def _write_join_info(self) -> None:
         """Say to new processes of this host how to be reached by the others, if processes may join there."""
-        if self.own_seat is not None and self.replaces and self.transport is not None:
+        if self.own_slot is not None and self.replaces and self.transport is not None:
             where = {"secret": self.transport.listener.secret, "address": self.transport.address}
-            self.own_seat.write_join_info({**where, **self.processes.join_info()})
+            self.own_slot.write_join_info({**where, **self.processes.join_info()})
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
         addresses = own_addresses() if self._rendezvous.transport is not None else []
@@ -281,7 +281,7 @@ class World:
             self.channel, self.failure_detector, self.activities, self.has_communicated, members[0].records
         )
         launched = (
-            self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_seat is not None
+            self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_slot is not None
         )
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort, self.status_after)
         monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
@@ -438,7 +438,7 @@ class World:
         """Go on with further members, as all have agreed; nothing of this fails.
 
         Args:
-            everyone: all members from now on, in the order of their seats.
+            everyone: all members from now on, in the order of their slots.
             told: the `introduction` of each by world rank.
             others: liveness of those others that share memory with this process.
             renew: lets all communicators go on with everyone.
@@ -452,7 +452,7 @@ class World:
         self.processes.add(everyone, {rank: Entry(*one["member"]) for rank, one in told.items()}, nodes)
         if is_new:
             self._become_member(of_members, others, mesh)
-        self.processes.divide_among(max(of_members["shares"], 1 + everyone[-1].seat))
+        self.processes.divide_among(max(of_members["shares"], 1 + everyone[-1].slot))
         self.elastic.extend(everyone, joined, others, of_members["view"] + 1, renew)
         self._write_join_info()
         if is_new:
@@ -571,7 +571,7 @@ class World:
         Args:
             threads: how many threads this rank computes with.
         """
-        return self.topology.num_nodes > 1 or thread_count.share(self.processes.seat, self.processes.cores) > threads
+        return self.topology.num_nodes > 1 or thread_count.share(self.processes.slot, self.processes.cores) > threads
 
     @property
     def summary(self) -> str:
@@ -596,11 +596,11 @@ class World:
             self.failure_detector.fail(error)
 
     def _note_end(self, how: int = TOLD) -> None:
-        """As `Seats.note_end`, for what started this process."""
-        if self.own_seat is not None:
-            self.own_seat.note_end(how)
-        elif (places := seats()) is not None:
-            places.note_end(self.processes.seat, how)
+        """As `Slots.note_end`, for what started this process."""
+        if self.own_slot is not None:
+            self.own_slot.note_end(how)
+        elif (places := slots()) is not None:
+            places.note_end(self.processes.slot, how)
 
     def operations(self) -> int:
         """How many operations this rank has finished, also with communicators that are gone."""

@@ -118,12 +118,12 @@ def share_state(
     if received is None:
         return None
     result: dict[str, Any]
-    result, states, places, seat = received
+    result, states, places, slot = received
     for variable, value in zip(variables, values, strict=False):
         variable.assign(value)
-    own_seat, seats = current().share
+    own_slot, slots = current().share
     for variable, value in zip(seeds, values[len(variables) :], strict=True):
-        value.reshape(-1)[0] += (own_seat - seat) % seats * SEED_STRIDE
+        value.reshape(-1)[0] += (own_slot - slot) % slots * SEED_STRIDE
         variable.assign(value)
     for name, callback in _named(callbacks):
         _load_state(callback, states.get(name))

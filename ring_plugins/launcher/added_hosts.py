@@ -4,7 +4,7 @@ The coordinator (several_hosts.py) starts a supervisor there as on any other hos
 find the members of the job, and how these find them:
 
     coordinator                 starts the new host's supervisor, and waits for its "here", which has its versions
-    coordinator -> a member's   "join info?"               its supervisor has what its ranks wrote (rendezvous/seats.py)
+    coordinator -> a member's   "join info?"               its supervisor has what its ranks wrote (rendezvous/slots.py)
     a member's  -> coordinator  "join info"
     coordinator -> new host's   "start", with that         it starts the processes, which wait to join
     new host's  -> coordinator  "members"                  how many of them are members, and which wait if none is
@@ -24,7 +24,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.launcher.further_seats import MOST_ADDED, FurtherSeats
+from ring_plugins.launcher.further_slots import MOST_ADDED, FurtherSlots
 from ring_plugins.launcher.job_hosts import Host
 
 
@@ -33,7 +33,7 @@ class AddedHosts:
 
     Args:
         hosts: of the job; those that are added come behind the others.
-        further: which of them have which seats.
+        further: which of them have which slots.
         tell: sends a message, of a kind and with a body, to the supervisor of a host.
         notify: shows one line to the user.
 
@@ -46,7 +46,7 @@ class AddedHosts:
     def __init__(
         self,
         hosts: list[Host],
-        further: FurtherSeats,
+        further: FurtherSlots,
         tell: Callable[[Host, str, Any], None],
         notify: Callable[[str], None],
     ) -> None:
@@ -141,8 +141,8 @@ class AddedHosts:
         host.is_lost = True
         if host.login[0].poll() is None:
             host.login[0].terminate()
-        seats = self._further.note_end(self._hosts.index(host), [])
-        self._notify(f"{host.name} {how}{f'; {name_ranks(seats)} will not join' if seats else ''}.")
+        slots = self._further.note_end(self._hosts.index(host), [])
+        self._notify(f"{host.name} {how}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
 
     def _tell_all(self, kind: str, body: Any) -> None:
         for host in self._hosts:

@@ -19,7 +19,7 @@ _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _NEVER = (config.SPAWNED.name,)
 #: What a job does when ranks are lost; and what our launchers tell each rank.
 _POLICY = (config.ON_FAILURE.name, config.MIN_RANKS.name, config.MAX_RANKS.name, config.SPARES.name)
-_PLACE = (config.SPAWNED.name, config.LOSSES_TOLERATED.name, config.JOINS.name, config.SEAT.name)
+_PLACE = (config.SPAWNED.name, config.LOSSES_TOLERATED.name, config.JOINS.name, config.SLOT.name)
 
 
 def exported_variables(
@@ -73,7 +73,7 @@ def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:
         These options, as text; "" if there are none.
     """
     tolerates_losses = config.LOSSES_TOLERATED.is_set(environment)
-    for name in (*_PLACE, *([config.LAUNCHER.name] if config.SEAT.is_set(environment) else [])):
+    for name in (*_PLACE, *([config.LAUNCHER.name] if config.SLOT.is_set(environment) else [])):
         environment.pop(name, None)
     if not tolerates_losses:
         return ""

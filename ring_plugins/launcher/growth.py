@@ -121,17 +121,17 @@ def running_jobs() -> dict[int, str]:
 
 
 def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
-    """The answer if a job has no seats for so many further ranks, "" if it has.
+    """The answer if a job has no slots for so many further ranks, "" if it has.
 
     Args:
         number: of ranks that were asked for.
-        free, most: how many seats are free, and how many there are.
-        may_grow: whether that is more than the job began with, or seats of lost ranks are free.
+        free, most: how many slots are free, and how many there are.
+        may_grow: whether that is more than the job began with, or slots of lost ranks are free.
     """
     if not may_grow:
-        return "no: the job was started without --max-ranks, so it has no seats for further ranks"
+        return "no: the job was started without --max-ranks, so it has no slots for further ranks"
     if number > free:
-        found = f"{free or 'none'} of the job's {most} seats (--max-ranks {most})"
+        found = f"{free or 'none'} of the job's {most} slots (--max-ranks {most})"
         return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
     return ""
 

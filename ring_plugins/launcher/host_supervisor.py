@@ -27,10 +27,10 @@ from ring_plugins.core.elastic.join_offers import newcomers_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import OwnSeat
+from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.further_seats import FurtherSeat, world_ranks
+from ring_plugins.launcher.further_slots import FurtherSlot, world_ranks
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
 from ring_plugins.launcher.rank_assignment import RankAssignment
@@ -82,7 +82,7 @@ class HostRanks:
         job: what to run.
         link: to the coordinator.
         supervisor: starts and ends processes.
-        segment: `OwnSeat.nbytes` of it, in which they say how far they are.
+        segment: `OwnSlot.nbytes` of it, in which they say how far they are.
     """
 
     def __init__(self, job: HostJob, link: Link, supervisor: Supervisor, segment: Segment) -> None:
@@ -92,7 +92,7 @@ class HostRanks:
         self._in_use, self._joined = job.size, list[int]()
         self._members, self._newcomers = -1, list[dict[str, Any]]()  # as the coordinator knows them
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
-        self._seats, (self._join_info, self._remote_newcomers) = OwnSeat.parts(self._segment.array)
+        self._slots, (self._join_info, self._remote_newcomers) = OwnSlot.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out = self._is_out
         supervisor.tell_of_memory = lambda local: _tell_user(
@@ -133,7 +133,7 @@ class HostRanks:
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
         def start_rank(local: int, world_rank: int) -> None:
-            """Start a rank, or a process that takes the seat of one under a world rank of its own."""
+            """Start a rank, or a process that takes the slot of one under a world rank of its own."""
             rank, is_new, was_there = self._names[local], world_rank >= job.size, local < len(supervisor.processes)
             place = RankAssignment(rank, self._in_use, local, len(self._names), job.index, job.hosts)
             out, err = relay.files(rank, again=is_new and was_there)
@@ -143,7 +143,7 @@ class HostRanks:
                     **inherited,
                     **job.environment,
                     **place.environment(start["address"], start["port"], start["secret"]),
-                    **OwnSeat.environment(self._segment, self._seats.number, local),
+                    **OwnSlot.environment(self._segment, self._slots.number, local),
                     **({config.JOINS.name: str(world_rank)} if is_new else {}),
                 },
                 pass_fds=[self._segment.fd],
@@ -162,13 +162,13 @@ class HostRanks:
             unused = iter(world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most)))
             ranks, number = (job.ranks, job.size), len(job.ranks)
             self._replacements = Replacements(
-                supervisor, self._seats, number, unused, start_rank, _tell_user, None, ranks
+                supervisor, self._slots, number, unused, start_rank, _tell_user, None, ranks
             )
 
         if job.is_added:
             join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
             self._join_info.write({**join_info, "here": len(join_info["hosts"])})
-            self._seats.others_let_join = True
+            self._slots.others_let_join = True
             self._take("further", start["further"])
             self._goes_on()
 
@@ -177,7 +177,7 @@ class HostRanks:
         if self._status is None and self._supervisor.signalled is None and self._replacements is not None:
             for kind, body in self._link.read():
                 self._take(kind, body)
-            self._seats.others_let_join &= not self._link.is_lost
+            self._slots.others_let_join &= not self._link.is_lost
             self._replacements.tick()
         return any(code is None for code in self._codes())
 
@@ -198,13 +198,13 @@ class HostRanks:
         if kind == "over":
             self._status = int(body)
         elif kind == "further" and self._replacements is not None:
-            self._in_use, seats = body["in use"], [FurtherSeat(*one) for one in body["seats"]]
-            self._replacements.follow([(one.seat, one.generation) for one in seats if one.host == self._job.index])
+            self._in_use, slots = body["in use"], [FurtherSlot(*one) for one in body["slots"]]
+            self._replacements.follow([(one.slot, one.generation) for one in slots if one.host == self._job.index])
         elif kind == "newcomers":
             self._remote_newcomers.write(body)
-            self._seats.num_remote_newcomers = len(body)
+            self._slots.num_remote_newcomers = len(body)
         elif kind == "alone":
-            self._seats.others_let_join = False
+            self._slots.others_let_join = False
         elif kind == "join info?":
             self._link.send("join info", self._join_info.read())
         elif kind == "end" and self._supervisor.signalled is None:
@@ -222,7 +222,7 @@ class HostRanks:
         is_over = self._status is not None or self._supervisor.signalled is not None
         if not self._job.most:  # else it may have grown
             is_over |= self._job.size - len(self._job.ranks) < config.MIN_RANKS.get(self._job.environment)
-        ranks = [rank for local, rank in enumerate(self._names) if not self._seats.is_new(local)]
+        ranks = [rank for local, rank in enumerate(self._names) if not self._slots.is_new(local)]
         if self._replacements is not None and lost and ranks and self._job.hosts > 1 and not is_over:
             _tell_user(
                 f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
@@ -258,8 +258,8 @@ class HostRanks:
             self._link.send("joined", joined)
         while replacements.given_back:
             self._link.send("given back", replacements.given_back.pop())
-        if self._seats.others_let_join:
-            self._seats.others_let_join = not self._link.is_lost
+        if self._slots.others_let_join:
+            self._slots.others_let_join = not self._link.is_lost
             self._tell_of_newcomers()
 
     def _tell_of_newcomers(self) -> None:
@@ -267,14 +267,14 @@ class HostRanks:
         codes = self._codes()
         joined = [local for local, code in enumerate(codes) if code is None and not self._is_out(local)]
         newcomers = []
-        for one, address, told in newcomers_here(self._seats) if not joined else ():
+        for one, address, told in newcomers_here(self._slots) if not joined else ():
             if state(one.pid) not in STOPPED:
                 self._stopped.pop(one.pid, None)
                 newcomers.append({"rank": one.rank, "liveness": list(address), **told})
             elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
-                _tell_user(f"process {one.pid}, which was to join as rank {told['seat']}, was stopped. It was killed.")
+                _tell_user(f"process {one.pid}, which was to join as rank {told['slot']}, was stopped. It was killed.")
         if (len(joined), newcomers) != (self._members, self._newcomers):
             self._members, self._newcomers = len(joined), newcomers
             self._link.send("members", {"members": self._members, "newcomers": newcomers})
@@ -290,13 +290,13 @@ class HostRanks:
 
     def _early_end(self) -> str | None:
         """A rank that ended before or in init(), where the others wait for it."""
-        seats, codes = self._seats, self._codes()
-        is_awaited = any(map(seats.is_starting, range(len(codes))))
+        slots, codes = self._slots, self._codes()
+        is_awaited = any(map(slots.is_starting, range(len(codes))))
         for local, code in enumerate(codes):
-            if code is None or seats.has_started(local) or not (is_awaited or code < 0) or self._is_out(local):
+            if code is None or slots.has_started(local) or not (is_awaited or code < 0) or self._is_out(local):
                 continue
             how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
-            where = "completed" if seats.is_starting(local) else "reached"
+            where = "completed" if slots.is_starting(local) else "reached"
             return (
                 f"rank {self._names[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
                 f"it{'' if code < 0 else '; its own output says why'}."
@@ -312,11 +312,11 @@ class HostRanks:
     def _is_out(self, local: int) -> bool:
         """Whether the job goes on whatever a rank's exit status is: it is no member, or the others do without it."""
         has_not_joined = self._replacements is not None and self._replacements.is_out(local)
-        return self._seats.is_cut_off(local) or self._is_gone(local) or has_not_joined
+        return self._slots.is_cut_off(local) or self._is_gone(local) or has_not_joined
 
     def _is_gone(self, local: int) -> bool:
         """Whether a rank has left, or was lost although it ended with status 0."""
-        return self._seats.has_left(local) or has_vanished(self._supervisor, self._seats, local)
+        return self._slots.has_left(local) or has_vanished(self._supervisor, self._slots, local)
 
     def _ends(self) -> list[list[Any]]:
         """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
@@ -328,10 +328,10 @@ class HostRanks:
         late = self._replacements.late if self._replacements is not None else ()
         for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
             if code is not None:
-                how = "followed" if is_failure(code) and self._seats.has_followed(local) else ""
-                how = "left" if self._seats.has_left(local) else "cut off" if self._seats.is_cut_off(local) else how
-                is_silent = is_failure(code) and self._seats.died_silently(local)
-                how = "lost" if is_silent or has_vanished(self._supervisor, self._seats, local) else how
+                how = "followed" if is_failure(code) and self._slots.has_followed(local) else ""
+                how = "left" if self._slots.has_left(local) else "cut off" if self._slots.is_cut_off(local) else how
+                is_silent = is_failure(code) and self._slots.died_silently(local)
+                how = "lost" if is_silent or has_vanished(self._supervisor, self._slots, local) else how
                 ends.append([rank, code, "late" if local in late else how])
         return ends
 
@@ -356,8 +356,8 @@ def run(
         prepare: called once the coordinator is reached.
         user_signals: those that are passed on to the ranks.
     """
-    segment = Segment.create(OwnSeat.nbytes(max(job.size, job.most)))
-    with Supervisor(tolerates_losses=True, seats=OwnSeat.parts(segment.array)[0]) as supervisor:
+    segment = Segment.create(OwnSlot.nbytes(max(job.size, job.most)))
+    with Supervisor(tolerates_losses=True, slots=OwnSlot.parts(segment.array)[0]) as supervisor:
         link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)

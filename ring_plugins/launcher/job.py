@@ -15,7 +15,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
 from ring_plugins.launcher import mpirun, preflight, several_hosts
 from ring_plugins.launcher.growth import GrowthRequests
@@ -52,7 +52,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
     own = _rendezvous(plan) if plan.mpirun is None and not plan.hosts else None
-    with Supervisor(plan.tolerates_losses, own.seats if own is not None else None) as supervisor:
+    with Supervisor(plan.tolerates_losses, own.slots if own is not None else None) as supervisor:
         if plan.mpirun is not None:
             status, why = _run_mpirun(plan, supervisor)
         elif own is None:
@@ -116,20 +116,20 @@ def _rendezvous(plan: LaunchPlan) -> SharedMemoryRendezvous:
 def _run_ranks(
     plan: LaunchPlan, rendezvous: SharedMemoryRendezvous, supervisor: Supervisor, notify: Callable[[str], None]
 ) -> tuple[int, str | None]:
-    job, segment, seats = plan.job, rendezvous.segment, rendezvous.seats
-    most = seats.number
+    job, segment, slots = plan.job, rendezvous.segment, rendezvous.slots
+    most = slots.number
     variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
     with Relay(job.tag_output, job.output_directory) as relay, contextlib.ExitStack() as stack:
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
-        def start(seat: int | None, world_rank: int) -> subprocess.Popen[bytes]:
-            """Start a rank, a process that takes the seat of one, or, without a seat, a spare."""
+        def start(slot: int | None, world_rank: int) -> subprocess.Popen[bytes]:
+            """Start a rank, a process that takes the slot of one, or, without a slot, a spare."""
             is_new = world_rank >= job.ranks
-            was_there = seat is None or seat < len(supervisor.processes)
-            out, err = relay.files(world_rank if seat is None else seat, again=is_new and was_there)
+            was_there = slot is None or slot < len(supervisor.processes)
+            out, err = relay.files(world_rank if slot is None else slot, again=is_new and was_there)
             joins = {config.JOINS.name: str(world_rank)} if is_new else {}
-            size = max(job.ranks, seats.size_until_joined(seat) if is_new and seat is not None else 0)
-            own = child_environment(segment, seat, size, 0, most)
+            size = max(job.ranks, slots.size_until_joined(slot) if is_new and slot is not None else 0)
+            own = child_environment(segment, slot, size, 0, most)
             process = supervisor.start(
                 job.command,
                 {**inherited, **variables, **own, **joins},
@@ -137,8 +137,8 @@ def _run_ranks(
                 stdin=None if world_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                index=seat if is_new else None,
-                is_spare=seat is None,
+                index=slot if is_new else None,
+                is_spare=slot is None,
             )
             if is_new:
                 relay.start()
@@ -148,9 +148,9 @@ def _run_ranks(
             start(rank, rank)
         relay.start()
         unused = iter(range(most, MOST_MEMBERS))
-        spares = Spares(supervisor, seats, plan.spares, unused, partial(start, None), relay.rename)
+        spares = Spares(supervisor, slots, plan.spares, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
-        replacements = Replacements(supervisor, seats, job.ranks, unused, start, told, spares)
+        replacements = Replacements(supervisor, slots, job.ranks, unused, start, told, spares)
         supervisor.is_out = replacements.is_out
         if plan.tolerates_losses:  # else it is the last line
             supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")
@@ -174,16 +174,16 @@ def _run_ranks(
             return None
 
         status, why = supervisor.wait(find_missing_rank)
-    return status, why or _failed_rank(supervisor, seats, replacements)
+    return status, why or _failed_rank(supervisor, slots, replacements)
 
 
-def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacements) -> str | None:
+def _failed_rank(supervisor: Supervisor, slots: Slots, replacements: Replacements) -> str | None:
     """The rank that failed; a killed rank leaves no traceback that would say so."""
     everyone = range(len(supervisor.processes))
-    left = [rank for rank in everyone if seats.has_left(rank)]
+    left = [rank for rank in everyone if slots.has_left(rank)]
     codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
     failed = [(rank, code) for rank, code in codes if code]
-    dead = [rank for rank in everyone if rank in dict(failed) or has_vanished(supervisor, seats, rank)]
+    dead = [rank for rank in everyone if rank in dict(failed) or has_vanished(supervisor, slots, rank)]
     filled, late, added = replacements.filled, replacements.late, replacements.added
     if not (dead or left or filled or late or added) or supervisor.signalled is not None:
         return None
@@ -191,7 +191,7 @@ def _failed_rank(supervisor: Supervisor, seats: Seats, replacements: Replacement
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
         told = [*([f"other processes took the place of {how_often(filled)}"] if filled else []), *told]
         told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
-        further = [rank for rank in late if seats.is_new(rank)]
+        further = [rank for rank in late if slots.is_new(rank)]
         empty = [rank for rank in late if rank not in further]
         told += [f"nobody had joined yet in the place of {name_ranks(empty)}"] if empty else []
         told += [f"{name_ranks(further)} had not joined yet"] if further else []

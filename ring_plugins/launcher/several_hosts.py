@@ -17,9 +17,9 @@ Supervisors connect to the coordinator, with a secret. They exchange JSON:
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
                                 ["ended", {ranks, why}]    all of its ranks have ended
                                 ["joined", ranks]          further ranks have joined
-                                ["given back", rank]       a further rank will not join (further_seats.py)
+                                ["given back", rank]       a further rank will not join (further_slots.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
-                                ["further", {in use, seats}]         which hosts have further ranks
+                                ["further", {in use, slots}]         which hosts have further ranks
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
@@ -71,7 +71,7 @@ from ring_plugins.core.net.tcp_options import end_when_silent
 from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
 from ring_plugins.launcher.coordinator_link import HostJob, read_message
-from ring_plugins.launcher.further_seats import FurtherSeats
+from ring_plugins.launcher.further_slots import FurtherSlots
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with_ranks
@@ -119,7 +119,7 @@ class Coordinator:
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size = sum(len(ranks) for _, ranks in hosts)
-        self._further = FurtherSeats(
+        self._further = FurtherSlots(
             self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("further", self._further.told())
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told

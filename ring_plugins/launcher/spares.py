@@ -1,7 +1,7 @@
 """Spares of a job that `ring run` starts itself: processes that are ready to become a rank at once.
 
 A new process needs seconds until it has imported torch. A spare has done that: it has run the script up to `init`,
-where it waits (core/rendezvous/spawn.py) until it is given a seat. Spares are started once the job's ranks have begun,
+where it waits (core/rendezvous/spawn.py) until it is given a slot. Spares are started once the job's ranks have begun,
 so that they do not delay them, and another one as soon as one is used.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import STOPPED, state
-from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import silent_end
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -32,37 +32,37 @@ class Spares:
 
     Args:
         supervisor: ends them with the job.
-        seats: in which they say that they wait, and find the seat that they get.
+        slots: in which they say that they wait, and find the slot that they get.
         wanted: how many.
         world_ranks: numbers that no process of the job has had.
         start: starts one that will join under a world rank.
-        rename: tells who relays the output of a world rank which seat it has got.
+        rename: tells who relays the output of a world rank which slot it has got.
     """
 
     def __init__(
         self,
         supervisor: Supervisor,
-        seats: Seats,
+        slots: Slots,
         wanted: int,
         world_ranks: Iterator[int],
         start: Callable[[int], subprocess.Popen[bytes]],
         rename: Callable[[int, int], None],
     ) -> None:
-        self._supervisor, self._seats, self._wanted = supervisor, seats, wanted
+        self._supervisor, self._slots, self._wanted = supervisor, slots, wanted
         self._world_ranks, self._start, self._rename = world_ranks, start, rename
         self._spares: list[_Spare] = []
         self._ends: list[float] = []
 
-    def take(self, seat: int) -> int | None:
-        """Give a seat to a spare, one that waits already if there is one; returns its world rank, None for none."""
+    def take(self, slot: int) -> int | None:
+        """Give a slot to a spare, one that waits already if there is one; returns its world rank, None for none."""
         living = [one for one in self._spares if one.process.poll() is None and state(one.process.pid) not in STOPPED]
         if not living:
             return None
-        spare = next((one for one in living if self._seats.has_come(one.world_rank)), living[0])
+        spare = next((one for one in living if self._slots.has_come(one.world_rank)), living[0])
         self._spares.remove(spare)
-        self._seats.give(seat, spare.world_rank)
-        self._supervisor.seat_spare(spare.process, seat)
-        self._rename(spare.world_rank, seat)
+        self._slots.give(slot, spare.world_rank)
+        self._supervisor.slot_spare(spare.process, slot)
+        self._rename(spare.world_rank, slot)
         return spare.world_rank
 
     def fill_up(self, notify: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ from ring_plugins.core.linux.process import (
     memory_kills,
     state,
 )
-from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import as_status, first_cause, is_failure, silent_end
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
@@ -53,7 +53,7 @@ class Supervisor:
     Args:
         tolerates_losses: whether the others go on when a process is killed by a signal, or ends without telling them.
             One that fails by an exit status otherwise ends all.
-        seats: in which the processes, by their indices, say how they end; None if they have no such memory.
+        slots: in which the processes, by their indices, say how they end; None if they have no such memory.
 
     Attributes:
         processes: in the order of their start.
@@ -65,8 +65,8 @@ class Supervisor:
         tell_of_memory: called if the process of an index was killed since memory had run out.
     """
 
-    def __init__(self, tolerates_losses: bool = False, seats: Seats | None = None) -> None:
-        self._tolerates_losses, self._seats = tolerates_losses, seats
+    def __init__(self, tolerates_losses: bool = False, slots: Slots | None = None) -> None:
+        self._tolerates_losses, self._slots = tolerates_losses, slots
         self.processes: list[subprocess.Popen[bytes]] = []
         self.spares: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
@@ -150,7 +150,7 @@ class Supervisor:
         self._note_ends()  # of the one in whose place it comes
         self.processes[index : index + 1] = [process]
 
-    def seat_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
+    def slot_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
         """Put one of `spares` into the place of the process of an index that has ended, or behind the last."""
         self.spares.remove(spare)
         self._put(spare, index)
@@ -184,8 +184,8 @@ class Supervisor:
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
             if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
                 terminated = True
-                if self._seats is not None:
-                    self._seats.end_all()
+                if self._slots is not None:
+                    self._slots.end_all()
                 for process in running:
                     process.terminate()
             if over is not None and (
@@ -226,7 +226,7 @@ class Supervisor:
         # Python ends a process by SIGINT that has reported a KeyboardInterrupt.
         ending = [one for one, code in codes.items() if code == -signal.SIGINT or self.ends_job(one, code)]
         ended = [self.processes.index(process) for process in self._ended if process in self.processes]
-        has_followed = self._seats.has_followed if self._seats is not None else lambda index: False
+        has_followed = self._slots.has_followed if self._slots is not None else lambda index: False
         if not codes:
             return None
         first = first_cause({one: codes[one] for one in ending or codes}, ended, has_followed)
@@ -251,7 +251,7 @@ class Supervisor:
         """Whether the others are to end after the process of an index; `code` is its `returncode`, None if it runs."""
         if not code or not self._tolerates_losses:
             return bool(code)
-        return is_failure(code) and not (self._seats is not None and self._seats.died_silently(index))
+        return is_failure(code) and not (self._slots is not None and self._slots.died_silently(index))
 
     def _kill_orphans_of_idle_processes(self, had_orphans: bool) -> bool:
         """Kill orphans once no rank runs any more: mpirun waits for every process that could still print.

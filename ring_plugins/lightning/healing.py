@@ -64,7 +64,7 @@ class LossFollower:
         strategy = self._strategy()
         if strategy is not None:
             strategy.parallel_devices = strategy.parallel_devices[:1] * change.size
-        if self._world.replaces:  # each keeps the share of its seat
+        if self._world.replaces:  # each keeps the share of its slot
             return
         # Lightning makes them anew where an epoch begins, with samplers for the ranks that there are then.
         self._trainer.reload_dataloaders_every_n_epochs = 1

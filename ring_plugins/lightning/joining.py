@@ -18,7 +18,7 @@ anew, but members do not. All members make the checkpoint, before they let anybo
 
 Considered and rejected: to let the Trainer restore from a file or from ``ckpt_path``, whose restart in the middle of an
 epoch skips or repeats hooks and validation by rules of its own (`RestartStage`), and which is over before the first
-batch is due; and to join at the start of an epoch only, which leaves the seat empty for up to an epoch.
+batch is due; and to join at the start of an epoch only, which leaves the slot empty for up to an epoch.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class _RankActor:
         self._reserved = reserve_port()
         return socket.gethostname(), ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
 
-    def share_seats(self, ranks: int, others: Sequence[Address]) -> Address:
+    def share_slots(self, ranks: int, others: Sequence[Address]) -> Address:
         """Map the memory in which the ranks of one host meet, and later processes the others; returns where it is.
 
         Args:
@@ -171,7 +171,7 @@ class _RankActor:
             packed: what `pack_call` made.
             rank: number of this rank.
             environment: variables by which `ring_plugins.init()` finds the others.
-            size: number of ranks that meet in the memory of `share_seats`; 0 if they meet otherwise.
+            size: number of ranks that meet in the memory of `share_slots`; 0 if they meet otherwise.
             joins: number under which this process takes the place of a lost rank; 0 if it does not.
         """
         spawn.started_by = tcp.started_by = "ring_plugins.ray.run"
@@ -183,7 +183,7 @@ class _RankActor:
             os.environ.update(child_environment(self._segment, rank, size, 0))
         if joins:
             os.environ[config.JOINS.name] = str(joins)
-            SharedMemoryRendezvous(self._segment, rank, size, []).seats.clear(rank)  # a former process's
+            SharedMemoryRendezvous(self._segment, rank, size, []).slots.clear(rank)  # a former process's
         return call(packed, rank)
 
 
@@ -229,7 +229,7 @@ class _RankActors:
         self._ray, self._policy = ray, policy
         self._actors: list[Any] = []
         self._replacements: list[list[float]] = [[] for _ in range(ranks)]
-        self._seats: list[Address] = []
+        self._slots: list[Address] = []
         self._number, self._ends_soon = ranks, False
         self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
         try:
@@ -273,7 +273,7 @@ class _RankActors:
                 )
             locations = ray.get(asked)
             if policy.replaces:
-                self._share_seats([host for host, _, _ in locations])
+                self._share_slots([host for host, _, _ in locations])
         except BaseException:
             self._end()
             raise
@@ -289,7 +289,7 @@ class _RankActors:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def _share_seats(self, hosts: Sequence[str]) -> None:
+    def _share_slots(self, hosts: Sequence[str]) -> None:
         """Let all actors map the memory in which processes that take the places of lost ones find the others.
 
         Raises:
@@ -301,10 +301,10 @@ class _RankActors:
                 f'{", ".join(sorted(set(hosts)))}: pass placement="STRICT_PACK", or on_failure="continue".'
             )
         first, *others = self._actors
-        address = self._ray.get(first.share_seats.remote(len(self._actors), []))
-        self._seats = [
+        address = self._ray.get(first.share_slots.remote(len(self._actors), []))
+        self._slots = [
             address,
-            *self._ray.get([actor.share_seats.remote(len(self._actors), [address]) for actor in others]),
+            *self._ray.get([actor.share_slots.remote(len(self._actors), [address]) for actor in others]),
         ]
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
@@ -351,16 +351,16 @@ class _RankActors:
         lately = [since for since in times if time.monotonic() - since < HOUR]
         if not self._policy.replaces or self._ends_soon or len(lately) >= MOST or self._number >= MOST_MEMBERS:
             return []
-        return [self._seats[one.process] for one in waiting.values() if self._has_started(one)]
+        return [self._slots[one.process] for one in waiting.values() if self._has_started(one)]
 
     def _has_started(self, one: _Call) -> bool:
-        """Whether an actor runs; notes where it has mapped the memory of the seats."""
+        """Whether an actor runs; notes where it has mapped the memory of the slots."""
         if one.started is None:
             return True
         if not self._ray.wait([one.started], timeout=0)[0]:
             return False
         with contextlib.suppress(self._ray.exceptions.RayError):  # it has died; its call says so
-            self._seats[one.process] = self._ray.get(one.started)
+            self._slots[one.process] = self._ray.get(one.started)
         return True
 
     def _replace(self, packed: bytes, lost: _Call, living: Sequence[Address]) -> tuple[Any, _Call]:
@@ -372,7 +372,7 @@ class _RankActors:
         actor = self._actors[lost.process] = self._start(lost.process)
         size, number = len(self._actors), self._number
         self._number += 1
-        started = actor.share_seats.remote(size, living)
+        started = actor.share_slots.remote(size, living)
         reference = actor.call.remote(packed, lost.rank, self._policy.environment, size, number)
         return reference, lost._replace(started=started)
 

@@ -58,14 +58,14 @@ def judge(plan: Plan, job: Ended) -> tuple[str, str]:
         return _judge_end(plan, job)
     if not job.found:
         return "wrong", f"nobody is left: {job.codes}"
-    found = sorted(job.found.values(), key=lambda one: one["seat"])
+    found = sorted(job.found.values(), key=lambda one: one["slot"])
     history = found[0]["history"]
     problem = next((why for bad, why in _problems(plan, found, history) if bad), "")
     return ("wrong", problem) if problem else ("went on", "")
 
 
 def _problems(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
-    alive = [one["seat"] for one in found]
+    alive = [one["slot"] for one in found]
     # Where they are rounded, `compare` replays.
     period = plan.steps if plan.face == "torch" else EPOCH
     weights = found[0]["weights"] if plan.compression else replayed(history, period)
@@ -86,7 +86,7 @@ def _problems(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bo
 
 def _problems_of_losses(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
     """Nobody who is gone comes back, and nobody who lives is left out."""
-    alive = [one["seat"] for one in found]
+    alive = [one["slot"] for one in found]
     problems = [
         (any(one["told"] != found[0]["told"] for one in found), "ranks were told of different losses"),
         (not set(found[0]["told"]).isdisjoint(alive), f"told of the loss of {found[0]['told']}"),
@@ -111,7 +111,7 @@ def _problems_of_joins(plan: Plan, found: list[Any], history: list[Any]) -> list
     few = sum(averaged is not None and len(averaged) < plan.ranks for averaged, *_ in history)
     _, after, _ = history[-1]
     return [
-        (few > 3 * len(plan.faults), f"seats stayed empty in {few} steps"),
+        (few > 3 * len(plan.faults), f"slots stayed empty in {few} steps"),
         (len(after) < plan.most, f"{after} at the end, of {plan.most}"),
         (bool(plan.launcher) and len(after) < plan.ranks, f"{after} at the end, of {plan.ranks}"),
     ]

@@ -30,7 +30,7 @@ def main() -> None:
         os.environ["RING_SPARES"] = str(plan.spares)
     if plan.stops > float(LAUNCHED_TIMEOUT):
         os.environ["RING_TIMEOUT"] = LAUNCHED_TIMEOUT
-    if not {"RING_LOSSES_TOLERATED", "RING_SEAT"} & set(os.environ):  # `ring run` starts this script again
+    if not {"RING_LOSSES_TOLERATED", "RING_SLOT"} & set(os.environ):  # `ring run` starts this script again
         import ring_plugins as ring
 
         ring.init(ranks=plan.ranks, on_failure="replace" if plan.replaces else "continue")

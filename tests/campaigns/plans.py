@@ -346,7 +346,7 @@ def draw_growing(seed: int, number: int) -> Plan:
     steps = [drawn.randrange(REPLACING_STEPS - 5)] * further
     if drawn.random() < 0.5:
         steps = [drawn.randrange(REPLACING_STEPS - 5) for _ in range(further)]
-    # The first processes of further seats have their numbers, and those that replace others have higher ones.
+    # The first processes of further slots have their numbers, and those that replace others have higher ones.
     moves = drawn.choice([0, 0, further])
     faults = [replace(one, process=one.process + moves) if one.process >= plan.ranks else one for one in plan.faults]
     adds = tuple((step, steps.count(step)) for step in sorted(set(steps)))

@@ -1,7 +1,7 @@
 """Forked jobs in which processes take the places of lost ranks.
 
-This process does what `ring run` does: it fills the seats of ranks that died, with the launcher's own `Replacements`
-and `Spares`. So several processes in a row may have a seat.
+This process does what `ring run` does: it fills the slots of ranks that died, with the launcher's own `Replacements`
+and `Spares`. So several processes in a row may have a slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.seats import OwnSeat
+from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.replacements import Replacements
@@ -55,7 +55,7 @@ def run_replaced(
     most: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Run `function(process)` on forked ranks, and on those that take their places, until all seats' processes end.
+    """Run `function(process)` on forked ranks, and on those that take their places, until all slots' processes end.
 
     Args:
         ranks: of the job.
@@ -67,22 +67,22 @@ def run_replaced(
     """
     most = max(most, ranks)
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks, most))
-    places = SharedMemoryRendezvous(segment, 0, ranks, [], most).seats
+    places = SharedMemoryRendezvous(segment, 0, ranks, [], most).slots
     supervisor, started, began = Supervisor(tolerates_losses=True), list[Forked](), time.monotonic()
     with TemporaryDirectory() as name:
         directory = Path(name)
 
-        def start(seat: int | None, process: int) -> Any:
-            size = max(ranks, places.size_until_joined(seat) if process >= ranks and seat is not None else 0)
-            variables = child_environment(segment, seat, size, os.getpid(), most)
+        def start(slot: int | None, process: int) -> Any:
+            size = max(ranks, places.size_until_joined(slot) if process >= ranks and slot is not None else 0)
+            variables = child_environment(segment, slot, size, os.getpid(), most)
             variables |= {config.LOSSES_TOLERATED.name: "1", config.ON_FAILURE.name: "replace"}
             variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
             started.append(one := Forked(process, function, variables, directory))
             kept: Any = one
-            if seat is None:
+            if slot is None:
                 supervisor.spares.append(kept)
             else:
-                supervisor.processes[seat : seat + 1] = [kept]
+                supervisor.processes[slot : slot + 1] = [kept]
             return one
 
         for rank in range(ranks):
@@ -115,13 +115,13 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
         directory = Path(name)
 
         def add(index: int, first: int, size: int) -> None:
-            segment, supervisor = Segment.create(OwnSeat.nbytes(size)), Supervisor(tolerates_losses=True)
+            segment, supervisor = Segment.create(OwnSlot.nbytes(size)), Supervisor(tolerates_losses=True)
             segments.append(segment)
 
             def start(local: int, process: int) -> None:
                 variables = {"RANK": str(first + local), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
                 variables |= {"MASTER_PORT": port, config.VIRTUAL_NODES.name: ",".join(map(str, sizes))}
-                variables |= {config.LAUNCHER.name: "rendezvous", **OwnSeat.environment(segment, size, local)}
+                variables |= {config.LAUNCHER.name: "rendezvous", **OwnSlot.environment(segment, size, local)}
                 variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
                 started.append(one := Forked(process, function, variables, directory))
                 kept: Any = one
@@ -129,10 +129,10 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
 
             for local in range(size):
                 start(local, first + local)
-            seats, _ = OwnSeat.parts(segment.array)
+            slots, _ = OwnSlot.parts(segment.array)
             unused = iter(range(ranks + index, MOST_MEMBERS, len(sizes)))
             own = range(first, first + size), ranks
-            replacements = Replacements(supervisor, seats, size, unused, start, lambda _: None, None, own)
+            replacements = Replacements(supervisor, slots, size, unused, start, lambda _: None, None, own)
             supervisor.is_out = replacements.is_out
             hosts.append((supervisor, replacements))
 
@@ -152,7 +152,7 @@ def _follow(
     seconds: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Replace lost ranks until the processes of all seats have ended."""
+    """Replace lost ranks until the processes of all slots have ended."""
 
     def running() -> list[Any]:
         return [process for supervisor, _ in hosts for process in supervisor.processes if process.poll() is None]

@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.soak_replacing --seconds 600 --ranks 3 --kept 0
 
-The first process of one seat stays. All others kill themselves some time after they have joined. Measured are
+The first process of one slot stays. All others kill themselves some time after they have joined. Measured are
 memory, threads, files and mappings: in the one that stays, each time that all are there, and in the process that does
 what `ring run` does.
 """
@@ -37,16 +37,16 @@ LIFE, CALM = 1.0, 10.0
 
 
 def train(kept: int, until: float, process: int) -> dict[str, Any]:
-    """Train until a time; returns what this process has held each time that all seats were taken again."""
+    """Train until a time; returns what this process has held each time that all slots were taken again."""
     ring.init(on_failure="replace")
-    seat, seats = ring.rank(), ring.size()
+    slot, slots = ring.rank(), ring.size()
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
     measured: list[dict[str, float]] = []
 
     def measure(change: ring.MembershipChange) -> None:
-        if change.joined and change.size == seats and process == kept:
+        if change.joined and change.size == slots and process == kept:
             measured.append({"joins": len(measured) + 1, **held()})
 
     ring.on_membership_change(measure)
@@ -57,19 +57,19 @@ def train(kept: int, until: float, process: int) -> dict[str, Any]:
     over = False
     while not over:
         optimizer.zero_grad()
-        (sum(parameter.sum() for parameter in model) * (seat + 1)).backward()  # type: ignore[union-attr]
+        (sum(parameter.sum() for parameter in model) * (slot + 1)).backward()  # type: ignore[union-attr]
         optimizer.step()
         state.step += 1
         over = all(ring.all_gather_object(time.time() > until))
         state.commit()
     digests = ring.all_gather_object([float(parameter.detach().sum()) for parameter in model])
-    assert digests == digests[:1] * seats, digests
-    return {"seat": seat, "steps": state.step, "held": measured}
+    assert digests == digests[:1] * slots, digests
+    return {"slot": slot, "steps": state.step, "held": measured}
 
 
 def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, Any], list[str]]:
     """Run a job; returns what the process that stays and the launcher's have held, and what is wrong."""
-    replacements.MOST = 10**6  # a real job gives up a seat that is lost too often
+    replacements.MOST = 10**6  # a real job gives up a slot that is lost too often
     until, here = time.time() + seconds, list[dict[str, float]]()
 
     def measure() -> None:
@@ -77,9 +77,9 @@ def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, A
             here.append(held())
 
     ended = run_replaced(ranks, spares, lambda process: train(kept, until, process), seconds + 120, meanwhile=measure)
-    finished = sorted(one["seat"] for one in ended.found.values())
+    finished = sorted(one["slot"] for one in ended.found.values())
     there = ended.found.get(kept, {"held": []})
-    wrong = [] if finished == list(range(ranks)) else [f"only seats {finished} have finished: {ended.codes}"]
+    wrong = [] if finished == list(range(ranks)) else [f"only slots {finished} have finished: {ended.codes}"]
     wrong += [f"left behind: {one}" for one in ended.left]
     for who, measured in (("the process that stays", there["held"]), ("the launcher", here)):
         wrong += [f"{who}: {problem}" for problem in (problems(growth(measured)) if measured else ["no join"])]

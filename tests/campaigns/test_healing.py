@@ -176,9 +176,9 @@ def job(weights=None, averaged=None, told=(1,), back_at=STEPS, skipped=6):
     if averaged:
         history[averaged[0]][0] = averaged[1]
     left = [0, 2] if back_at == STEPS else [0, 1, 2]
-    seats = {0: 0, 2: 2} | ({} if back_at == STEPS else {3: 1})
+    slots = {0: 0, 2: 2} | ({} if back_at == STEPS else {3: 1})
     same = {"history": history, "weights": weights or replayed(history, STEPS), "left": left, "told": list(told)}
-    found = {process: {"seat": seat, **same} for process, seat in seats.items()}
+    found = {process: {"slot": slot, **same} for process, slot in slots.items()}
     return Ended({0: 0, 1: -9, 2: 0} | dict.fromkeys(found, 0), found, "", 1.0)
 
 
@@ -193,7 +193,7 @@ def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
 
 def test_where_ranks_are_replaced_all_places_are_taken_at_last():
     assert judge(REPLACING, job(back_at=5)) == ("went on", "")
-    assert judge(REPLACING, job(back_at=7))[1] == "seats stayed empty in 4 steps"
+    assert judge(REPLACING, job(back_at=7))[1] == "slots stayed empty in 4 steps"
     missing_at_last = replace(REPLACING, launcher="ring run", faults=PLAN.faults * 2)
     assert judge(missing_at_last, job(told=(), back_at=STEPS, skipped=None))[1] == "[0, 2] at the end, of 3"
     back = job(back_at=5)

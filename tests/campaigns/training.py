@@ -19,7 +19,7 @@ from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.elastic.members import Elastic
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
@@ -44,9 +44,9 @@ AWAITED, PATIENCE = 5.0, 1.0
 LAUNCHED_AWAITED, LAUNCHED_PATIENCE = 60.0, 3.0
 
 
-def gradient(step: int, seat: int) -> float:
+def gradient(step: int, slot: int) -> float:
     """The factor of all gradients of a rank in a step."""
-    return UNIT * ((7 * step + 3 * seat) % 5 - 2)
+    return UNIT * ((7 * step + 3 * slot) % 5 - 2)
 
 
 def patterns(compression: str = "") -> list[torch.Tensor]:
@@ -164,8 +164,8 @@ class Mortal:
 
 
 def taken() -> list[int]:
-    """The seats of the members; without replacements, the numbers with which they started."""
-    return [current().processes.seats[rank] for rank in current().world_ranks]
+    """The slots of the members; without replacements, the numbers with which they started."""
+    return [current().processes.slots[rank] for rank in current().world_ranks]
 
 
 def train(plan: Plan, process: int) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         trained = train_lightning if plan.face == "lightning" else train_keras
         options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
-        return {"seat": process, **found, "weights": checksums(found["weights"])}
+        return {"slot": process, **found, "weights": checksums(found["weights"])}
     admission._PATIENCE = mesh_admission._PATIENCE = LAUNCHED_PATIENCE if plan.launcher else PATIENCE
     mortal.before_init()
     ring.init(on_failure="replace" if plan.replaces else "continue")
@@ -183,9 +183,9 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
     loop = Loop(plan, mortal)
     while loop.state.step < plan.steps:
         loop.step()
-    left = ring.all_gather_object(loop.seat)
+    left = ring.all_gather_object(loop.slot)
     return {
-        "seat": loop.seat, "history": loop.state.history, "weights": checksums(list(loop.model)), "left": left,
+        "slot": loop.slot, "history": loop.state.history, "weights": checksums(list(loop.model)), "left": left,
         "told": loop.told,
     }  # fmt: skip
 
@@ -194,14 +194,14 @@ class Loop:
     """A plain training loop.
 
     Attributes:
-        seat: of this process.
+        slot: of this process.
         state: its `step` and `history`: for each step, over whose gradients it averaged (None if it was skipped), who
             was left after it, and what a collective gave.
         told: ranks that are gone, as `on_membership_change` tells them.
     """
 
     def __init__(self, plan: Plan, mortal: Mortal) -> None:
-        self._plan, self._mortal, self.seat, is_new = plan, mortal, ring.rank(), current().is_joining
+        self._plan, self._mortal, self.slot, is_new = plan, mortal, ring.rank(), current().is_joining
         self._asks = min(set(range(plan.ranks)).difference(fault.process for fault in plan.faults), default=-1)
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
         broadcast_parameters(self.model)
@@ -219,7 +219,7 @@ class Loop:
         if plan.replaces:
             self.state = TrainingState(model=self.model, optimizer=self._optimizer, step=0, history=[])
         mortal.has_joined()
-        self._first, self._seats = self.state.step if is_new else 0, dict(current().processes.seats)
+        self._first, self._slots = self.state.step if is_new else 0, dict(current().processes.slots)
 
     def step(self) -> None:
         """A step, and what may follow it."""
@@ -230,8 +230,8 @@ class Loop:
         mortal.at("healing")
         mortal.at("round")
         if self._plan.replaces:
-            places = seats()
-            if self.seat == self._asks and current().world_rank == self.seat:
+            places = slots()
+            if self.slot == self._asks and current().world_rank == self.slot:
                 for number in [number for step, number in self._plan.adds if step == state.step]:
                     request_ranks(number, os.getppid())
             in_use = places.in_use if places is not None else 0
@@ -241,7 +241,7 @@ class Loop:
             mortal.at(point)
         averaged = self._update()
         mortal.at("collective")
-        value = collective(COLLECTIVES[state.step % len(COLLECTIVES)], self.seat)
+        value = collective(COLLECTIVES[state.step % len(COLLECTIVES)], self.slot)
         mortal.over()
         after = taken()
         mortal.at("broadcast")
@@ -261,18 +261,18 @@ class Loop:
         self._log.clear()
         with self._optimizer.skip_step_on(MemoryError) as outcome:
             self._optimizer.zero_grad(set_to_none=not self._plan.in_place)
-            if self._plan.skips == (step, self.seat):
+            if self._plan.skips == (step, self.slot):
                 raise MemoryError("no room")
-            factor = gradient(step, self.seat)
+            factor = gradient(step, self.slot)
             loss = sum((p * (factor * one)).sum() for p, one in zip(self.model, self._factors, strict=True))
             mortal.at("reduction")
             loss.backward()  # type: ignore[union-attr]
             mortal.over()
-            self._seats |= current().processes.seats
+            self._slots |= current().processes.slots
             self._optimizer.step()
         mortal.over()
         assert len(self._log) == (not outcome.skipped)
-        return None if outcome.skipped else [self._seats[rank] for rank in self._log[0]]
+        return None if outcome.skipped else [self._slots[rank] for rank in self._log[0]]
 
 
 def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:
@@ -285,18 +285,18 @@ def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:
     return log
 
 
-def collective(name: str, seat: int) -> Any:
+def collective(name: str, slot: int) -> Any:
     """A public function's result, as a number or a list."""
     if name == "all_reduce":
-        return float(ring.all_reduce(torch.tensor([UNIT * seat])))
+        return float(ring.all_reduce(torch.tensor([UNIT * slot])))
     if name == "all_gather":
-        return ring.all_gather(torch.tensor([float(seat)])).tolist()
+        return ring.all_gather(torch.tensor([float(slot)])).tolist()
     if name == "barrier":
         return ring.barrier()
     if name == "all_gather_object":
-        return ring.all_gather_object(seat)
+        return ring.all_gather_object(slot)
     with contextlib.suppress(ring.PeerFailed):  # the root may die, but rank 0 of those that are left is another then
-        return ring.broadcast_object(f"from {seat}", 0)[:5]
+        return ring.broadcast_object(f"from {slot}", 0)[:5]
     return "from "
 
 

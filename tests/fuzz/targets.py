@@ -47,7 +47,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.message_stream import HEADER_BYTES, Address, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
-from ring_plugins.core.rendezvous import bootstrap, launcher_shim, record, seats
+from ring_plugins.core.rendezvous import bootstrap, launcher_shim, record, slots
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
 from ring_plugins.launcher.growth import GrowthRequests
@@ -487,8 +487,8 @@ class Greetings(Target):
             assert len(digest) == 16 and 0 <= slot < 1_000_000
 
 
-class SeatTexts(Target):
-    """The variable that names a process's seat: a LaunchError, or a row of the file."""
+class SlotTexts(Target):
+    """The variable that names a process's slot: a LaunchError, or a row of the file."""
 
     raises = OURS
 
@@ -496,28 +496,28 @@ class SeatTexts(Target):
         return [b"3:4:1", b"-1:4:1", b"0:0:0", b"3:4", b"999999999999999999999:1:1"]
 
     def run(self, data: bytes, rng: random.Random) -> None:
-        seats.OwnSeat(data.decode("utf-8", "replace"))
+        slots.OwnSlot(data.decode("utf-8", "replace"))
 
 
-class SeatRows(Target):
-    """The rows of seats in shared memory: seats and ranks of the job, and addresses at which there is memory or not."""
+class SlotRows(Target):
+    """The rows of slots in shared memory: slots and ranks of the job, and addresses at which there is memory or not."""
 
     def valid(self) -> list[bytes]:
-        rows = np.zeros(seats.Seats.nbytes(3), np.uint8)
-        places, self._segment = seats.Seats(rows), Segment.create(8)
-        places.take(seats.Occupant(0, 0, self._segment.address), as_member=True)
-        places.take(seats.Occupant(1, 7, self._segment.address), as_member=False)
+        rows = np.zeros(slots.Slots.nbytes(3), np.uint8)
+        places, self._segment = slots.Slots(rows), Segment.create(8)
+        places.take(slots.Occupant(0, 0, self._segment.address), as_member=True)
+        places.take(slots.Occupant(1, 7, self._segment.address), as_member=False)
         places.leave(2)
         return [rows[: 3 * 64].tobytes()]
 
     def run(self, data: bytes, rng: random.Random) -> None:
-        rows = np.zeros(seats.Seats.nbytes(3), np.uint8)
+        rows = np.zeros(slots.Slots.nbytes(3), np.uint8)
         found = np.frombuffer(data[: 3 * 64], np.uint8)
         rows[: found.size] = found
-        places = seats.Seats(rows)
+        places = slots.Slots(rows)
         assert places.has_waiting() >= bool(places.waiting())
         for one in [*places.members(), *places.waiting()]:
-            assert 0 <= one.seat < 3 and 0 <= one.world_rank < MOST_MEMBERS
+            assert 0 <= one.slot < 3 and 0 <= one.world_rank < MOST_MEMBERS
             one.is_there()
             with contextlib.suppress(SharedMemoryError):
                 Liveness.open(one.address, one.world_rank)
@@ -528,7 +528,7 @@ class Admissions(JsonTarget):
 
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
-        everyone = [seats.Occupant(seat, rank, (os.getpid(), 5, 4096)) for seat, rank in ((0, 0), (1, 1), (2, 3))]
+        everyone = [slots.Occupant(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
         self._call = joining.Call(16, everyone, [3])
         super().__init__()
 
@@ -904,7 +904,7 @@ class SupervisorMessages(JsonTarget):
         messages = [
             ["here", {"host": "host1", "port": 1, "report": None}],
             ["joined", [4]],
-            ["members", {"members": 1, "newcomers": [{"rank": 9, "seat": 4}]}],
+            ["members", {"members": 1, "newcomers": [{"rank": 9, "slot": 4}]}],
             ["join info", {"address": "127.0.0.1", "secret": "x"}],
             ["given back", 4],
             ["failed", ends],
@@ -989,7 +989,7 @@ class Requests(Target):
 
 TARGETS: list[Callable[[], Target]] = [
     Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages, Greetings,
-    SeatTexts, SeatRows, Admissions, LauncherMessages, Claims,
+    SlotTexts, SlotRows, Admissions, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
     ReceivedMessages, MeshMessagesOfAllKinds, CalledCandidates, SupervisorMessages, Requests,
 ]  # fmt: skip

@@ -24,8 +24,8 @@ AWAITED, ADDED = float(os.environ.get("TEST_AWAITED", "0")), json.loads(os.envir
 STEPS, MOST, LAST = 10, int(os.environ.get("TEST_MOST", "0")), 1000
 
 
-def gradient(step: int, seat: int) -> float:
-    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+def gradient(step: int, slot: int) -> float:
+    return 12.0 * ((7 * step + 3 * slot) % 5 - 2)
 
 
 def begin(points: list[str]) -> None:
@@ -43,9 +43,9 @@ class Training:
         self.step, self.history = 0, list[list[int]]()
         self.weights, self.large = 0.0, np.zeros(30_000)
 
-    def take_step(self, seat: int) -> None:
-        elastic, own = current().elastic, gradient(self.step, seat)
-        told = ring.all_gather_object((seat, own, elastic.wants_change))
+    def take_step(self, slot: int) -> None:
+        elastic, own = current().elastic, gradient(self.step, slot)
+        told = ring.all_gather_object((slot, own, elastic.wants_change))
         self.weights += sum(one for _, one, _ in told) / len(told)
         self.history.append([one for one, _, _ in told])
         self.large += ring.all_reduce(np.full(self.large.size, own))
@@ -73,31 +73,31 @@ class Training:
 
 def main() -> None:
     ring.init()
-    world, seat = current(), ring.rank()
+    world, slot = current(), ring.rank()
     is_new, ranks = world.is_joining, int(os.environ["TEST_RANKS"])
-    deaths = [(step, point) for of, step, point in json.loads(os.environ["TEST_DEATHS"]) if of == seat]
+    deaths = [(step, point) for of, step, point in json.loads(os.environ["TEST_DEATHS"]) if of == slot]
     mine = [(step, point.removeprefix("newcomer ")) for step, point in deaths if ("newcomer" in point) == is_new]
     if is_new:
-        report("came", world.world_rank, seat)
+        report("came", world.world_rank, slot)
     training = Training()
     try:
         if is_new:
             begin([point for _, point in mine])
             training.share(join("here"))
         while training.step < STEPS or (len(training.history[-1]) < MOST and training.step < LAST):
-            if ADDED and seat == 0 and training.step == ADDED[0]:
-                report("answer", request_ranks(ADDED[1], None, ADDED[2]), seat)
+            if ADDED and slot == 0 and training.step == ADDED[0]:
+                report("answer", request_ranks(ADDED[1], None, ADDED[2]), slot)
             begin([point for step, point in mine if step == training.step and not is_new])
             if AWAITED:
-                missing = set(range(ranks)).difference(world.processes.taken_seats)
+                missing = set(range(ranks)).difference(world.processes.taken_slots)
                 wait_for_newcomers(missing, AWAITED)
-            training.take_step(seat)
+            training.take_step(slot)
             time.sleep(0.1 if MOST else 0)
         numbers = ring.all_gather_object(world.world_rank)
     except ring.PeerFailed as error:
-        report("ended", str(error), seat)
+        report("ended", str(error), slot)
         raise
-    report("found", [training.weights, sorted(set(training.large.tolist())), training.history, numbers], seat)
+    report("found", [training.weights, sorted(set(training.large.tolist())), training.history, numbers], slot)
 
 
 main()

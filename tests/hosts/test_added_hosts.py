@@ -24,9 +24,9 @@ def grow(cluster, deaths, added, where, most=6, awaited=True, remote=(), compare
     options = (compares, "--max-ranks", str(most)) if most else (compares,)
     env = {**env, "TEST_REMOTE_NEWCOMERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
     result = train(cluster, deaths, env=env, options=options, awaited=awaited)
-    seats = [seat for seat in range(8) if "found" in result.reports.get(seat, {})]
-    found, own = check(result, seats, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
-    return result, found, own, seats
+    slots = [slot for slot in range(8) if "found" in result.reports.get(slot, {})]
+    found, own = check(result, slots, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+    return result, found, own, slots
 
 
 ON_HOST3 = {"4": "host3", "5": "host3"}
@@ -47,11 +47,11 @@ ON_HOST3 = {"4": "host3", "5": "host3"}
 )
 def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster, deaths):
     compares = "--no-check" if deaths else "--check"  # of the versions on host3, too
-    result, found, own, seats = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3, compares=compares)
+    result, found, own, slots = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3, compares=compares)
     assert result.reports[0]["answer"] == "ranks 4, 5 on host3 will join where an epoch begins."
-    assert seats == list(range(6)) and found["history"][-1] == seats
+    assert slots == list(range(6)) and found["history"][-1] == slots
     if not deaths:
-        assert found["numbers"] == seats and found["ends"] == [6, 10, 14, 18]
+        assert found["numbers"] == slots and found["ends"] == [6, 10, 14, 18]
         assert [one["changes"] for one in own] == [[[[], [], [4], 4], [[], [], [5], 5]]] * 6
         assert "ring run: ranks 4, 5 joined, and all 6 ended normally." in result.output
 
@@ -61,23 +61,23 @@ def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster,
 def test_others_take_the_places_of_all_ranks_of_a_host_there_or_elsewhere(cluster, host):
     """Without --max-ranks."""
     deaths, added = [[2, 1, "now"], [3, 1, "now"]], [[0, 4, 2, host]]
-    result, found, _, seats = grow(cluster, deaths, added, {"4": host, "5": host}, most=0, remote=[2, 3])
+    result, found, _, slots = grow(cluster, deaths, added, {"4": host, "5": host}, most=0, remote=[2, 3])
     assert result.reports[0]["answer"] == f"ranks 2, 3 on {host} will join."
-    assert seats == [0, 1, 2, 3] and found["history"][-1] == seats
+    assert slots == [0, 1, 2, 3] and found["history"][-1] == slots
     assert "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses" in result.output
 
 
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_disturbs_nobody(cluster):
-    result, _, _, seats = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, awaited=False)
-    assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on nowhere will join")
+    result, _, _, slots = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, awaited=False)
+    assert slots == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on nowhere will join")
     assert "ring run: nowhere could not be reached, as the output above says; rank 4 will not join." in result.output
 
 
 @pytest.mark.slow
 def test_a_host_that_comes_at_the_very_end_does_not_keep_the_job(cluster):
-    result, _, _, seats = grow(cluster, [], [[0, 3, 1, "host3"]], {"4": "host3"}, awaited=False)
-    assert seats == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on host3 will join")
+    result, _, _, slots = grow(cluster, [], [[0, 3, 1, "host3"]], {"4": "host3"}, awaited=False)
+    assert slots == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on host3 will join")
     assert re.search("host3 comes too late, .*; rank 4 will not join|rank 4 had not joined yet", result.output)
     assert not re.search("ranks? [:;,.]", result.output)
 

@@ -45,16 +45,16 @@ def train(cluster, tmp_path, deaths, seconds=0.0, cut="host2", options=("--no-ch
 
 def check(result, going_on):
     """That these have, all alike, what a replay of the steps gives, and the others end without that, and say why."""
-    found = {seat: told["found"] for seat, told in result.reports.items() if "found" in told}
+    found = {slot: told["found"] for slot, told in result.reports.items() if "found" in told}
     assert sorted(found) == going_on, str(result)
     weight, large, history, numbers = next(iter(found.values()))
     assert all(one == found[going_on[0]] for one in found.values()), str(result)
-    assert weight == sum(sum(gradient(step, seat) for seat in seats) / len(seats) for step, seats in enumerate(history))
+    assert weight == sum(sum(gradient(step, slot) for slot in slots) / len(slots) for step, slots in enumerate(history))
     assert large == [weight] and history[-1] == going_on
     assert result.returncode == (0 if 0 in going_on else 1), str(result)
-    for seat in EVERYONE:
-        if seat not in going_on and "ended" in result.reports[seat]:
-            ended = result.reports[seat]["ended"]
+    for slot in EVERYONE:
+        if slot not in going_on and "ended" in result.reports[slot]:
+            ended = result.reports[slot]["ended"]
             assert "this side ends" in ended or "goes on without" in ended
     return numbers
 

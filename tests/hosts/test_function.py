@@ -75,14 +75,14 @@ def train(policy):
     from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, TrainingState
     ring.init()
-    seat, is_new = ring.rank(), current().is_joining
+    slot, is_new = ring.rank(), current().is_joining
     model = torch.nn.Linear(2, 1)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     state = TrainingState(model=model, optimizer=optimizer, step=0)
     while state.step < 10 or (policy == "replace" and max(current().world_ranks) < 4):
-        if seat == 1 and state.step == 3 and not is_new:
+        if slot == 1 and state.step == 3 and not is_new:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -90,7 +90,7 @@ def train(policy):
         state.step += 1
         time.sleep(0.02)
         state.commit()
-    return socket.gethostname(), seat, is_new, state.step, model.weight.tolist()
+    return socket.gethostname(), slot, is_new, state.step, model.weight.tolist()
 
 for policy in ("continue", "replace"):
     results = ring.run(train, (policy,), hosts="host1:2,host2:2", on_failure=policy, min_ranks=2)
@@ -106,5 +106,5 @@ def test_a_lost_rank_costs_only_its_result_or_another_process_returns_it():
     left, lost = result.reports[0]["continue"]
     assert [one[:2] for one in left] == [["host1", 0], ["host2", 2], ["host2", 3]] and list(lost) == ["1"], result
     everyone, lost = result.reports[0]["replace"]
-    assert [one[:3] for one in everyone] == [[f"host{1 + seat // 2}", seat, seat == 1] for seat in range(4)]
+    assert [one[:3] for one in everyone] == [[f"host{1 + slot // 2}", slot, slot == 1] for slot in range(4)]
     assert not lost and all(one[3:] == everyone[0][3:] for one in everyone)

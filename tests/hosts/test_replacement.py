@@ -71,7 +71,7 @@ def test_another_process_takes_the_place_of_rank_0(cluster):
 )
 def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(cluster, deaths):
     found, _ = check(train(cluster, deaths), EVERYONE)
-    assert sum(len(seats) < 4 for seats in found["history"]) <= 2 * len(deaths)
+    assert sum(len(slots) < 4 for slots in found["history"]) <= 2 * len(deaths)
 
 
 @pytest.mark.slow
@@ -128,20 +128,20 @@ def test_a_process_joins_in_a_fit_of_keras(cluster, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seat", [0, 3])
+@pytest.mark.parametrize("slot", [0, 3])
 @pytest.mark.parametrize("face", ["plain", "lightning", *of_keras.BACKENDS])
-def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_waited_for(cluster, tmp_path, face, seat):
+def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_waited_for(cluster, tmp_path, face, slot):
     """While another one is replaced."""
     env = {"RING_NETWORK_TIMEOUT": "2", "TEST_ROOT": str(tmp_path), "KERAS_BACKEND": face}
     script = {"plain": CHECKS, "lightning": of_lightning.CHECKS}.get(face, of_keras.CHECKS)
-    result = train(cluster, [[1, 1, "now"], [seat, 2, "stops 5"]], script=script, env=env)
+    result = train(cluster, [[1, 1, "now"], [slot, 2, "stops 5"]], script=script, env=env)
     if face == "plain":
         found, _ = check(result, EVERYONE)
     elif face == "lightning":
         found, _ = of_lightning.check(result, EVERYONE, 4)
     else:
         found, _ = of_keras.check(result, EVERYONE)
-    assert found["history"][-1] == EVERYONE and all(len(seats) >= 3 for seats in found["history"])
+    assert found["history"][-1] == EVERYONE and all(len(slots) >= 3 for slots in found["history"])
     assert "cannot be reached" not in result.output and "(stopped?)" not in result.output
 
 
@@ -177,9 +177,9 @@ def grow(cluster, deaths, ranks_per_host=2, added=((0, 1, 2),), where=None, most
     return train(cluster, deaths, ranks_per_host=ranks_per_host, env=env, options=growing, **options)
 
 
-def check_grown(result, seats=6):
-    found, own = check(result, range(seats), epochs=4, steps=result.reports[0]["found"]["ends"][-1])
-    assert found["history"][-1] == list(range(seats))
+def check_grown(result, slots=6):
+    found, own = check(result, range(slots), epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+    assert found["history"][-1] == list(range(slots))
     return found, own
 
 
@@ -211,7 +211,7 @@ def test_a_job_grows_on_several_hosts_whoever_dies_meanwhile(cluster, deaths, nu
 @pytest.mark.slow
 def test_a_host_may_get_all_further_ranks_and_then_have_more_than_the_other(cluster):
     """As docs/healing.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
-    where = {str(seat): "host2" for seat in range(4, 8)}
+    where = {str(slot): "host2" for slot in range(4, 8)}
     added = [[0, 1, 2, "host2"], [0, 7, 2, "host2"]]
     result = grow(cluster, [[6, 11, "newcomer now"]], added=added, where=where, most=8)
     found, own = check_grown(result, 8)
@@ -224,8 +224,8 @@ def test_further_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
     deaths, added = [[2, 2, "now"], [3, 2, "now"]], [[0, 1, 2, "host2"]]
     result = grow(cluster, deaths, added=added, where={"4": "host1", "5": "host1"}, awaited=False)
     assert "ranks 4, 5 will join on host1, since host2 has no ranks any more." in result.output
-    seats = [0, 1, *(seat for seat in (4, 5) if seat in result.reports and "found" in result.reports[seat])]
-    check(result, seats, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
+    slots = [0, 1, *(slot for slot in (4, 5) if slot in result.reports and "found" in result.reports[slot])]
+    check(result, slots, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
 
 
 @pytest.mark.slow

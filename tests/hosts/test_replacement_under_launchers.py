@@ -52,8 +52,8 @@ def train(cluster, launcher, deaths, script=CHECKS, env=None, awaited=True):
 def test_other_processes_take_the_places_of_lost_ranks(cluster, launcher, deaths):
     result = train(cluster, launcher, deaths)
     found, _ = check(result, EVERYONE)
-    replaced = {seat for seat, *_ in deaths}
-    assert {seat for seat, number in enumerate(found["numbers"]) if number > 3} == replaced
+    replaced = {slot for slot, *_ in deaths}
+    assert {slot for slot, number in enumerate(found["numbers"]) if number > 3} == replaced
     assert result.output.count("ring run: starting another process in the place of rank") == len(deaths)
     assert re.search(r"ring run: other processes took the place of rank .*, and all 4 ended normally\.", result.output)
 

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.keras import DistributedOptimizer, TrainingState, broadcast_variables
 from tests.keras.test_replacement import BATCHES, EPOCHS, gradient
-from tests.torch.checks_replacement import begin_step, own_deaths, seats_taken
+from tests.torch.checks_replacement import begin_step, own_deaths, slots_taken
 from tests.worker import report
 
 FAULT, BACKEND = os.environ.get("TEST_FAULT", ""), keras.backend.backend()
@@ -84,8 +84,8 @@ def step_of(model: Any, optimizer: Any) -> Callable[[Any, Any], None]:
 def main() -> None:
     ranks = int(os.environ["TEST_RANKS"])
     ring.init(ranks=ranks, on_failure="replace")
-    seat, number = ring.rank(), current().world_rank
-    mine = own_deaths(seat, ranks)
+    slot, number = ring.rank(), current().world_rank
+    mine = own_deaths(slot, ranks)
     units = 3 if FAULT == "other model" and number == 3 else 2
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(units, use_bias=False, kernel_initializer="zeros")])
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
@@ -101,12 +101,12 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         state.commit()
         # The one that has just been refused still says that it waits, until it has ended.
-        while FAULT == "other model" and state.epoch == 1 and any(one.world_rank == 3 for one in seats().waiting()):
+        while FAULT == "other model" and state.epoch == 1 and any(one.world_rank == 3 for one in slots().waiting()):
             time.sleep(0.01)
         for batch in range(BATCHES):
             begin_step(state.step, mine, ranks)
-            step(np.ones((1, 1), np.float32), np.full((1, units), gradient(batch, seat), np.float32))
-            state.history = [*state.history, seats_taken()]
+            step(np.ones((1, 1), np.float32), np.full((1, units), gradient(batch, slot), np.float32))
+            state.history = [*state.history, slots_taken()]
             state.step += 1
     velocities = [keras.ops.convert_to_numpy(one) for one in optimizer.variables if "momentum" in one.path]
     found = {
@@ -116,8 +116,8 @@ def main() -> None:
         "iterations": int(keras.ops.convert_to_numpy(optimizer.iterations)),
         "numbers": ring.all_gather_object(number),
     }
-    report("found", found, seat)
-    report("began", began, seat)
+    report("found", found, slot)
+    report("began", began, slot)
 
 
 if __name__ == "__main__":

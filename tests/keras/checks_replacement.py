@@ -16,7 +16,7 @@ from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback, shard
 from tests.keras.test_replacement import BATCHES, EPOCHS, gradient
 from tests.mortal import die
-from tests.torch.checks_replacement import begin_step, own_deaths, prepare_newcomer, seats_taken
+from tests.torch.checks_replacement import begin_step, own_deaths, prepare_newcomer, slots_taken
 from tests.worker import report
 
 UNITS = 300_000  # so that one gradient is large and the other small
@@ -32,8 +32,8 @@ class Follows(keras.callbacks.Callback):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks, self.seat = ranks, ring.rank()
-        self.mine = own_deaths(self.seat, ranks)
+        self.ranks, self.slot = ranks, ring.rank()
+        self.mine = own_deaths(self.slot, ranks)
         prepare_newcomer(self.mine)
         self.epoch, self.step = 0, 0
         self.history: list[Any] = []
@@ -64,7 +64,7 @@ class Follows(keras.callbacks.Callback):
         begin_step(self.step, self.mine, self.ranks)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.history.append(seats_taken())
+        self.history.append(slots_taken())
         self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
         self.step += 1
 
@@ -93,7 +93,7 @@ def main() -> None:
         jit_compile=keras.backend.backend() == "jax",
     )
     follows = Follows(ranks)
-    # Samples of a step are those of the seats, in order; their targets are the gradients.
+    # Samples of a step are those of the slots, in order; their targets are the gradients.
     samples = np.arange(BATCHES * ranks, dtype=np.float32)[:, None]
     targets = np.array([gradient(i // ranks, i % ranks) for i in range(len(samples))], np.float32)[:, None]
     stops = keras.callbacks.EarlyStopping("val_mae", min_delta=0.25, mode="min", patience=100)
@@ -122,15 +122,15 @@ def main() -> None:
         "fitted": [fitted.epoch, fitted.history],
         "stopping": [stops.wait, float(stops.best)],
         "best": float(best.best) if files else None,
-        "ranks": ring.all_gather_object([ring.rank(), ring.size(), follows.seat]),
+        "ranks": ring.all_gather_object([ring.rank(), ring.size(), follows.slot]),
     }
-    report("found", found, follows.seat)
-    report("number", current().world_rank, follows.seat)
-    report("min_delta", stops.min_delta, follows.seat)
+    report("found", found, follows.slot)
+    report("number", current().world_rank, follows.slot)
+    report("min_delta", stops.min_delta, follows.slot)
     if files and ring.rank() == 0:
         saved = keras.models.load_model(f"{files}/{EPOCHS}.keras", compile=False, safe_mode=False)
         same = [(a == b).all() for a, b in zip(saved.get_weights(), model.get_weights(), strict=True)]
-        report("saved", [all(map(bool, same)), *sorted(os.listdir(files))], follows.seat)
+        report("saved", [all(map(bool, same)), *sorted(os.listdir(files))], follows.slot)
 
 
 if __name__ == "__main__":

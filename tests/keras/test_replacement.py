@@ -14,9 +14,9 @@ BACKENDS = ("tensorflow", "torch", "jax")
 EPOCHS, BATCHES = 3, 4
 
 
-def gradient(step, seat):
+def gradient(step, slot):
     """Of every weight: its average over any of up to four ranks is exact."""
-    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+    return 12.0 * ((7 * step + 3 * slot) % 5 - 2)
 
 
 def fit(backend, deaths, ranks=3, awaited=True, environment=None, **options):
@@ -28,24 +28,24 @@ def fit(backend, deaths, ranks=3, awaited=True, environment=None, **options):
 
 
 def replayed(averaged_over):
-    """The weight and the velocity after SGD with momentum 0.5 and rate 0.5 has taken the averages over these seats."""
+    """The weight and the velocity after SGD with momentum 0.5 and rate 0.5 has taken the averages over these slots."""
     weight = velocity = np.float32(0)
-    for step, seats in enumerate(averaged_over):
-        average = np.float32(sum(gradient(step % BATCHES, seat) for seat in seats) / len(seats))
+    for step, slots in enumerate(averaged_over):
+        average = np.float32(sum(gradient(step % BATCHES, slot) for slot in slots) / len(slots))
         velocity = np.float32(0.5) * velocity - np.float32(0.5) * average
         weight = weight + velocity
     return float(weight), float(velocity)
 
 
-def check(result, seats=range(3), has_warmup=False):
+def check(result, slots=range(3), has_warmup=False):
     """That all ranks of the end have the same, and what a replay gives; returns it, and their numbers."""
-    found = [result.reports[seat]["found"] for seat in seats]
+    found = [result.reports[slot]["found"] for slot in slots]
     assert all(one == found[0] for one in found), str(result)
     first = found[0]
     assert len(first["history"]) == EPOCHS * BATCHES
     assert first["fitted"][0] == list(range(EPOCHS))
     assert all(len(values) == EPOCHS for values in first["fitted"][1].values())
-    assert first["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
+    assert first["ranks"] == [[rank, len(found), slot] for rank, slot in enumerate(slots)]
     *_, (kernel,), (bias,) = first["weights"]
     assert kernel == bias
     if not has_warmup:
@@ -57,7 +57,7 @@ def check(result, seats=range(3), has_warmup=False):
         ]
         (velocity,) = first["optimizer"][-1]
         assert (kernel, velocity) in {replayed(choice) for choice in itertools.product(*possible)}
-    return first, [result.reports[seat]["number"] for seat in seats]
+    return first, [result.reports[slot]["number"] for slot in slots]
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_so_may_a_member_while_another_process_joins(backend, victim, point):
 @pytest.mark.parametrize("epochs", [0.5, 2])
 def test_the_rate_follows_the_ranks(backend, epochs):
     found, _ = check(fit(backend, [[0, 1, "now"]], environment={"TEST_WARMUP": str(epochs)}), has_warmup=True)
-    sizes = [len(seats) for seats in found["history"]]
+    sizes = [len(slots) for slots in found["history"]]
     # A step in which a rank was lost had the rate for all.
     sizes = [
         before if step < BATCHES else after for step, (before, after) in enumerate(itertools.pairwise([3, *sizes]))
@@ -144,7 +144,7 @@ SCRIPT = """
     import os, signal, time
     import keras, numpy as np
     import ring_plugins as ring
-    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.rendezvous.spawn import slots
     from ring_plugins.core.world import current
     from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, TrainingState, broadcast_variables
     from tests.worker import report
@@ -159,7 +159,7 @@ SCRIPT = """
         if dies and number == int(os.environ["TEST_DEATH"]):
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + float(os.environ["TEST_PATIENCE"])
-        while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
+        while len(current().world_ranks) == 1 and not slots().has_waiting() and time.monotonic() < end:
             time.sleep(0.01)
 
     def fit(number):
@@ -247,13 +247,13 @@ def test_a_process_joins_a_loop_without_fit_where_an_epoch_begins(backend, victi
     found = result.values("found")
     assert found == [found[0]] * 3, str(result)
     assert text in result.output
-    left = [seat for seat in range(3) if seat != victim]
+    left = [slot for slot in range(3) if slot != victim]
     epochs = found[0]["history"].index([0, 1, 2], 1) // BATCHES
     assert (
         found[0]["history"] == [[0, 1, 2]] + [left] * (epochs * BATCHES - 1) + [[0, 1, 2]] * (EPOCHS - epochs) * BATCHES
     )
     assert found[0]["numbers"][victim] == number
-    assert result.values("began") == [epochs * BATCHES if seat == victim else 0 for seat in range(3)]
+    assert result.values("began") == [epochs * BATCHES if slot == victim else 0 for slot in range(3)]
     weight, velocity = replayed(found[0]["history"])
     assert (found[0]["weights"], found[0]["velocity"]) == ([weight], [velocity])
     assert found[0]["iterations"] == EPOCHS * BATCHES
@@ -279,7 +279,7 @@ GROWS = """
     import ring_plugins as ring
     from ring_plugins.core.world import current
     from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, TrainingState, shard
-    from tests.torch.checks_replacement import begin_step, own_deaths, seats_taken
+    from tests.torch.checks_replacement import begin_step, own_deaths, slots_taken
     from tests.worker import report
 
     class Follows(keras.callbacks.Callback):
@@ -288,7 +288,7 @@ GROWS = """
 
         def on_train_batch_end(self, batch, logs=None):
             state.step += 1
-            state.history = [*state.history, seats_taken()]
+            state.history = [*state.history, slots_taken()]
 
     ring.init(ranks=2, on_failure="replace", max_ranks=4)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
@@ -298,7 +298,7 @@ GROWS = """
     if "TEST_ONE_FIT" in os.environ:
         state = type("State", (), {"step": 0, "history": []})()
         model.fit(shard((inputs, targets), batch_size=1), epochs=40, shuffle=False, verbose=0, callbacks=callbacks)
-        report("found", [seats_taken()])
+        report("found", [slots_taken()])
         raise SystemExit
     state = TrainingState(model, epoch=0, step=0, history=[])
     for state.epoch in range(state.epoch, 3):
@@ -377,8 +377,8 @@ NOTED = """
             found[f"fit {number} epoch {epoch}"] = [list(training.taken), list(validation.taken)]
 
     ring.init(ranks=2, on_failure="replace")
-    seat, found = current().share[0], {}
-    mine = own_deaths(seat, 2)
+    slot, found = current().share[0], {}
+    mine = own_deaths(slot, 2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.0), "mse")
     training, validation = Noted(24), Noted(16)
@@ -418,7 +418,7 @@ NOTED = """
         fit(initial_epoch=int(os.environ["TEST_WAY"]), epochs=int(os.environ["TEST_WAY"]) + 3)
         number = 1
         fit(epochs=2)
-    report("found", found, seat)
+    report("found", found, slot)
 """
 
 
@@ -454,14 +454,14 @@ ACCUMULATES = """
             self.step += 1
 
     ring.init(ranks=2, on_failure="replace")
-    seat, mine = current().share[0], own_deaths(current().share[0], 2)
+    slot, mine = current().share[0], own_deaths(current().share[0], 2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.125, gradient_accumulation_steps=3), "mse")
     data = np.arange(8, dtype=np.float32)[:, None] / 8
     data = shard((data, 2 * data), batch_size=2)
     model.fit(data, epochs=6, shuffle=False, verbose=0, callbacks=[Follows(), BroadcastCallback()])
     weights = np.concatenate([weight.ravel() for weight in model.get_weights()]).tolist()
-    report("found", [weights, int(keras.ops.convert_to_numpy(model.optimizer.iterations))], seat)
+    report("found", [weights, int(keras.ops.convert_to_numpy(model.optimizer.iterations))], slot)
 """
 
 

@@ -34,5 +34,5 @@ def test_a_job_that_a_rank_starts_does_not_have_the_options_of_the_job_of_the_ra
     rank = {**user, **place, "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4"}
     assert forget_outer_job(rank) == "RING_ON_FAILURE=replace RING_MIN_RANKS=2 RING_MAX_RANKS=4"
     assert rank == {"RING_TIMEOUT": "5", "RING_LAUNCHER": "single"}
-    on_hosts = {"RING_LOSSES_TOLERATED": "1", "RING_SEAT": "3:2:0", "RING_LAUNCHER": "rendezvous"}
+    on_hosts = {"RING_LOSSES_TOLERATED": "1", "RING_SLOT": "3:2:0", "RING_LAUNCHER": "rendezvous"}
     assert forget_outer_job(on_hosts) == "" and not on_hosts

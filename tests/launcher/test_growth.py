@@ -28,7 +28,7 @@ def asked():
 
     def add(number: int, host: str | None) -> str:
         numbers.append(number if host is None else (number, host))
-        return "ok: they will join" if number <= 3 else "no: 3 seats are free"
+        return "ok: they will join" if number <= 3 else "no: 3 slots are free"
 
     with GrowthRequests(add) as requests:
 
@@ -49,7 +49,7 @@ def asked():
 def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch):
     assert request_ranks(2, os.getpid()) == "they will join."
     assert request_ranks(2, os.getpid(), "me@host-2.example") == "they will join."
-    with pytest.raises(LaunchError, match="3 seats are free"):
+    with pytest.raises(LaunchError, match="3 slots are free"):
         request_ranks(4, os.getpid())
     assert "python" in running_jobs()[os.getpid()]
     command = b"python\0-c\0import ring_plugins.__main__\0run\0-n\0" + b"2\0train.py\0"

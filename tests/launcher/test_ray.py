@@ -81,7 +81,7 @@ def test_the_others_go_on_without_an_actor_that_is_killed_and_another_one_takes_
 
 def test_actors_of_several_nodes_cannot_be_replaced():
     with pytest.raises(ArgumentError, match='ranks are on a, b: pass placement="STRICT_PACK"'):
-        object.__new__(_RankActors)._share_seats(["a", "b", "a"])
+        object.__new__(_RankActors)._share_slots(["a", "b", "a"])
 
 
 def test_a_long_wait_for_ray_is_shown_and_ends(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Which seats `ring run` fills again, with processes that say in the seats what ranks would say."""
+"""Which slots `ring run` fills again, with processes that say in the slots what ranks would say."""
 
 import os
 import sys
@@ -7,18 +7,18 @@ import time
 import numpy as np
 import pytest
 
-from ring_plugins.core.rendezvous.seats import HOPELESS, Occupant, Seats
+from ring_plugins.core.rendezvous.slots import HOPELESS, Occupant, Slots
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
 
 
 class Job:
-    """Two seats of four are in use; processes end as told, and `start` starts another that ends so."""
+    """Two slots of four are in use; processes end as told, and `start` starts another that ends so."""
 
     def __init__(self, supervisor):
         self.supervisor, self.told, self.started = supervisor, [], []
-        self.seats = Seats(np.zeros(Seats.nbytes(4), np.uint8))
+        self.slots = Slots(np.zeros(Slots.nbytes(4), np.uint8))
         self.next, self.ends = "sys.exit(1)", True
         self.spare, self.renamed = "time.sleep(3600)", []
         self.unused = iter(range(4, 20))
@@ -26,14 +26,14 @@ class Job:
 
     def keep(self, spares):
         """Have so many spares from now on."""
-        spares = Spares(self.supervisor, self.seats, spares, self.unused, self.start_spare, self.rename)
+        spares = Spares(self.supervisor, self.slots, spares, self.unused, self.start_spare, self.rename)
         self.replacements = Replacements(
-            self.supervisor, self.seats, 2, self.unused, self.start, self.told.append, spares
+            self.supervisor, self.slots, 2, self.unused, self.start, self.told.append, spares
         )
         self.supervisor.is_out = self.replacements.is_out
 
-    def rename(self, world_rank, seat):
-        self.renamed.append((world_rank, seat))
+    def rename(self, world_rank, slot):
+        self.renamed.append((world_rank, slot))
 
     def start_spare(self, world_rank):
         self.started.append((None, world_rank))
@@ -46,14 +46,14 @@ class Job:
     def run(self, code, index=None):
         return self.supervisor.start([sys.executable, "-c", f"import os, sys, time; {code}"], os.environ, index=index)
 
-    def start(self, seat, world_rank):
-        self.started.append((seat, world_rank))
-        process = self.run(self.next, seat)
+    def start(self, slot, world_rank):
+        self.started.append((slot, world_rank))
+        process = self.run(self.next, slot)
         if self.ends:
             process.wait()
 
-    def join(self, seat, world_rank):
-        self.seats.take(Occupant(seat, world_rank, (1, 2, 3)), as_member=True)
+    def join(self, slot, world_rank):
+        self.slots.take(Occupant(slot, world_rank, (1, 2, 3)), as_member=True)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def job():
         yield Job(supervisor)
 
 
-def test_a_seat_is_filled_until_it_has_failed_too_often(job):
+def test_a_slot_is_filled_until_it_has_failed_too_often(job):
     living = job.run("time.sleep(3600)")
     job.run("os.kill(os.getpid(), 9)").wait()
     job.join(0, 0)
@@ -94,7 +94,7 @@ def test_one_that_ends_with_status_0_while_the_others_go_on_without_it_is_lost(j
     job.run("sys.exit(0)").wait()
     job.join(0, 0)
     job.join(1, 1)
-    job.seats.note_lost(1)
+    job.slots.note_lost(1)
     assert job.replacements.is_out(1) and not job.replacements.is_out(0)
     job.replacements.tick()
     assert job.started == [(1, 4)]
@@ -105,7 +105,7 @@ def test_a_lost_one_that_ended_with_another_status_still_ends_the_job(job):
     job.run("sys.exit(3)").wait()
     job.join(0, 0)
     job.join(1, 1)
-    job.seats.note_lost(1)
+    job.slots.note_lost(1)
     assert not job.replacements.is_out(1)
     job.replacements.tick()
     assert not job.started
@@ -134,7 +134,7 @@ def test_one_that_has_waited_to_join_and_ends_with_status_0_has_found_that_the_j
     job.join(1, 1)
     job.next = "sys.exit(0)"
     job.replacements.tick()
-    job.seats.take(Occupant(1, 4, (1, 2, 3)), as_member=False)
+    job.slots.take(Occupant(1, 4, (1, 2, 3)), as_member=False)
     job.replacements.tick()
     assert job.started == [(1, 4)]
 
@@ -155,7 +155,7 @@ def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     assert newcomer.wait(10) == -9
 
 
-def test_a_spare_that_waits_gets_the_seat_and_another_is_started(job):
+def test_a_spare_that_waits_gets_the_slot_and_another_is_started(job):
     job.keep(2)
     job.replacements.tick()
     assert not job.started  # nobody is there yet who could let it join
@@ -164,13 +164,13 @@ def test_a_spare_that_waits_gets_the_seat_and_another_is_started(job):
     job.join(1, 1)
     job.replacements.tick()
     assert job.started == [(None, 4), (None, 5)]
-    job.seats.wait_as_spare(5)  # the other is not there yet
+    job.slots.wait_as_spare(5)  # the other is not there yet
     ready = job.supervisor.spares[1]
     dying.kill()
     dying.wait()
     job.replacements.tick()
     assert job.started == [(None, 4), (None, 5), (None, 6)] and job.renamed == [(5, 1)]
-    assert job.seats.given(5) == 1 and job.supervisor.processes == [living, ready]
+    assert job.slots.given(5) == 1 and job.supervisor.processes == [living, ready]
     assert job.replacements.filled == {} and job.replacements.is_out(1)
     assert job.told == ["a spare process takes the place of rank 1."]
     job.join(1, 5)
@@ -188,7 +188,7 @@ def test_a_script_in_which_no_process_can_join_is_tried_once(job):
     job.join(0, 0)
     job.join(1, 1)
     job.replacements.tick()
-    job.seats.note_end(1, HOPELESS)
+    job.slots.note_end(1, HOPELESS)
     for _ in range(3):
         job.replacements.tick()
     assert job.started == [(1, 4)]
@@ -213,7 +213,7 @@ def test_a_process_that_joined_and_died_again_counts(job):
     living.kill()
 
 
-def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_seat(job):
+def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_slot(job):
     job.run("time.sleep(3600)")
     dying = job.run("time.sleep(3600)")
     job.join(0, 0)
@@ -238,7 +238,7 @@ def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     living = job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
-    job.seats.leave(0)
+    job.slots.leave(0)
     job.next = "os.kill(os.getpid(), 9)"
     job.replacements.tick()
     assert job.started == [(0, 4)]
@@ -250,17 +250,17 @@ def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     assert job.supervisor.wait()[0] == 137
 
 
-def test_further_ranks_take_the_seats_that_nobody_has_had(job):
+def test_further_ranks_take_the_slots_that_nobody_has_had(job):
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
-    assert job.replacements.add(3) == "no: 3 asked for, but 2 of the job's 4 seats (--max-ranks 4) are free"
+    assert job.replacements.add(3) == "no: 3 asked for, but 2 of the job's 4 slots (--max-ranks 4) are free"
     job.keep(1)
     job.replacements.tick()
-    job.seats.wait_as_spare(4)
+    job.slots.wait_as_spare(4)
     assert job.replacements.add(2) == "ok: ranks 2, 3 will join where an epoch begins"
-    assert job.seats.in_use == 4
+    assert job.slots.in_use == 4
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
     assert job.started == [(None, 4), (3, 3), (None, 5)] and job.renamed == [(4, 2)]
@@ -292,14 +292,14 @@ def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_
     job.supervisor.processes[2].kill()
     job.supervisor.processes[2].wait()
     job.replacements.tick()
-    assert [seat for seat, _ in job.started] == [2, 2, 2, 2, 2, 3]
+    assert [slot for slot, _ in job.started] == [2, 2, 2, 2, 2, 3]
     assert job.started[0] == (2, 2) and job.started[-1] == (3, 3)
     assert job.told[-1] == "rank 2 was started 5 times within an hour; the job goes on without it."
-    assert waiting.poll() == -9 and len(job.supervisor.processes) == 2 and job.seats.in_use == 2
+    assert waiting.poll() == -9 and len(job.supervisor.processes) == 2 and job.slots.in_use == 2
     assert job.replacements.add(2).startswith("ok: ")
 
 
-def test_on_one_of_several_hosts_it_follows_the_list_of_further_seats(job):
+def test_on_one_of_several_hosts_it_follows_the_list_of_further_slots(job):
     """Those by which processes have joined stay, and of the others those that are listed with the same generation."""
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
@@ -307,7 +307,7 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_further_seats(job):
     job.join(1, 3)
     job.unused = iter(range(11, 20, 2))
     job.replacements = Replacements(
-        job.supervisor, job.seats, 2, job.unused, job.start, job.told.append, None, ((2, 3), 4)
+        job.supervisor, job.slots, 2, job.unused, job.start, job.told.append, None, ((2, 3), 4)
     )
     job.supervisor.is_out = job.replacements.is_out
     job.next, job.ends = "time.sleep(3600)", False
@@ -330,8 +330,8 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_further_seats(job):
     living.kill()
 
 
-def test_a_job_without_further_seats_says_so(job):
-    job.seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
+def test_a_job_without_further_slots_says_so(job):
+    job.slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
     job.keep(0)
     assert job.replacements.add(1).startswith("no: the job was started without --max-ranks")
     assert job.replacements.add(1, "localhost").startswith("no: the job was started without --max-ranks")

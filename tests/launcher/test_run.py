@@ -99,13 +99,13 @@ def test_a_rank_that_ends_its_process_with_status_0_before_the_others_is_lost(on
     script = """
         import os, time
         import ring_plugins as ring
-        from ring_plugins.core.rendezvous.spawn import seats
+        from ring_plugins.core.rendezvous.spawn import slots
         ring.init()
         if ring.rank() == 1:  # also in a process that takes its place
             os._exit(0)
         ring.barrier()
         print(f"{ring.size()} left")
-        while os.environ["RING_ON_FAILURE"] == "replace" and seats().is_lost(1):
+        while os.environ["RING_ON_FAILURE"] == "replace" and slots().is_lost(1):
             time.sleep(0.01)  # until `ring run` gives its place to another process
     """
     where = ["-H", "127.0.0.1:2", "--no-check"] if on_failure == "on a host" else []

@@ -155,7 +155,7 @@ def test_further_ranks_go_to_hosts_that_have_ranks():
         assert found.add_ranks(1, "host2") == "ok: rank 4 on me@host2 will join where an epoch begins"
         found._hosts[1].report = []
         assert found.add_ranks(1, "host2") == "no: --host host2 is none of the job's hosts: host1"
-        assert found.add_ranks(2, None) == "no: 2 asked for, but 1 of the job's 6 seats (--max-ranks 6) is free"
+        assert found.add_ranks(2, None) == "no: 2 asked for, but 1 of the job's 6 slots (--max-ranks 6) is free"
         found._hosts[0].is_lost = True
         assert found.add_ranks(1, None) == "no: the job ends"
 
@@ -201,9 +201,9 @@ def test_further_ranks_whose_host_is_lost_join_on_another_one():
             told, end = [*told, *links[0].read()], end - 1
             threading.Event().wait(0.01)
         assert told == [
-            ("further", {"in use": 6, "seats": [[4, 1, 0], [5, 1, 0]]}),
-            ("further", {"in use": 5, "seats": []}),
-            ("further", {"in use": 6, "seats": [[5, 0, 1]]}),
+            ("further", {"in use": 6, "slots": [[4, 1, 0], [5, 1, 0]]}),
+            ("further", {"in use": 5, "slots": []}),
+            ("further", {"in use": 6, "slots": [[5, 0, 1]]}),
         ]
     assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
 
@@ -232,9 +232,9 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         next_of(links[0], "join info?")
         links[0].send("join info", {"address": "10.1.0.1"})
         start = next_of(added, "start")
-        assert start["join info"] == {"address": "10.1.0.1"} and start["further"]["seats"] == [[4, 2, 0]]
-        added.send("members", {"members": 0, "newcomers": [{"seat": 4}]})
-        assert next_of(links[1], "newcomers") == [{"seat": 4}]
+        assert start["join info"] == {"address": "10.1.0.1"} and start["further"]["slots"] == [[4, 2, 0]]
+        added.send("members", {"members": 0, "newcomers": [{"slot": 4}]})
+        assert next_of(links[1], "newcomers") == [{"slot": 4}]
         added.send("members", {"members": 1, "newcomers": []})
         assert next_of(links[1], "newcomers") == []
         found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: 255)

@@ -10,7 +10,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux import process
-from ring_plugins.core.rendezvous.seats import FOLLOWED, Occupant, Seats
+from ring_plugins.core.rendezvous.slots import FOLLOWED, Occupant, Slots
 from ring_plugins.launcher import supervision
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -105,18 +105,18 @@ def test_of_processes_that_end_with_1_the_one_that_ended_first_is_known():
 def test_the_job_ends_as_the_process_did_because_of_which_the_others_ended():
     """A killed one tells nobody; one that says that it ended because of another is none, also if it was seen first."""
     for first, status in (("kill -9 $$", 137), ("exit 1", 1)):
-        seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
-        with Supervisor(seats=seats) as supervisor:
-            seats.note_end(0, FOLLOWED)
+        slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
+        with Supervisor(slots=slots) as supervisor:
+            slots.note_end(0, FOLLOWED)
             for end in ("kill -6 $$" if status == 1 else "exit 1", first):
                 supervisor.start(["sh", "-c", end], os.environ).wait()
             assert supervisor.wait()[0] == status and supervisor.first_failure()[0] == 1
 
 
 def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure():
-    seats = Seats(np.zeros(Seats.nbytes(2), np.uint8))
-    for seat in range(2):
-        seats.take(Occupant(seat, seat, (1, 2, 3)), as_member=True)
-    seats.note_end(1)
-    supervisor = Supervisor(tolerates_losses=True, seats=seats)
-    assert [supervisor.ends_job(seat, 3) for seat in range(2)] == [False, True]
+    slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
+    for slot in range(2):
+        slots.take(Occupant(slot, slot, (1, 2, 3)), as_member=True)
+    slots.note_end(1)
+    supervisor = Supervisor(tolerates_losses=True, slots=slots)
+    assert [supervisor.ends_job(slot, 3) for slot in range(2)] == [False, True]

@@ -25,7 +25,7 @@ from ring_plugins.lightning import RingStrategy
 from tests.lightning.test_replacement import BATCHES, EPOCHS, SEED
 from tests.mortal import die
 from tests.passes import members_of_passes
-from tests.torch.checks_replacement import begin_step, gradient, own_deaths, prepare_newcomer, seats_taken
+from tests.torch.checks_replacement import begin_step, gradient, own_deaths, prepare_newcomer, slots_taken
 from tests.worker import report
 
 warnings.simplefilter("ignore")
@@ -43,12 +43,12 @@ class Numbers(Dataset):
 
 
 class Model(L.LightningModule):
-    """Its gradients are those of `gradient`, by the seat of this process."""
+    """Its gradients are those of `gradient`, by the slot of this process."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.ranks = ranks
-        self.seat, self.mine = 0, list[tuple[int, str]]()
+        self.slot, self.mine = 0, list[tuple[int, str]]()
         self.large, self.small = torch.nn.Parameter(torch.zeros(300_000)), torch.nn.Parameter(torch.zeros(1))
         self.register_buffer("kept", torch.zeros(1))
         self.register_buffer("left_out", torch.zeros(1), persistent=False)
@@ -60,8 +60,8 @@ class Model(L.LightningModule):
         self.hooks: list[str] = []
 
     def setup(self, stage: str) -> None:
-        self.seat = current().share[0]
-        self.mine = own_deaths(self.seat, self.ranks)
+        self.slot = current().share[0]
+        self.mine = own_deaths(self.slot, self.ranks)
         prepare_newcomer(self.mine)
         if current().is_joining:
             with torch.no_grad():
@@ -79,26 +79,26 @@ class Model(L.LightningModule):
         assert index == step % BATCHES
         self.seen.setdefault(str(self.current_epoch), []).extend(batch.tolist())
         begin_step(step, self.mine, self.ranks)
-        sampler = DistributedSampler(range(2 * self.ranks), self.ranks, self.seat, seed=SEED)
+        sampler = DistributedSampler(range(2 * self.ranks), self.ranks, self.slot, seed=SEED)
         sampler.set_epoch(self.current_epoch)
         assert all(int(one) == list(sampler)[index % 2] for one in second)
         self.kept += 1
         self.left_out += 1
-        self.log("loss", float(self.seat + 1), on_step=True, on_epoch=True, sync_dist=True)
-        return gradient(step, self.seat) * (self.large.sum() + self.small.sum())
+        self.log("loss", float(self.slot + 1), on_step=True, on_epoch=True, sync_dist=True)
+        return gradient(step, self.slot) * (self.large.sum() + self.small.sum())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.history.append(seats_taken(self.passes.pop()) if self.passes else [])  # there is none if it accumulates
+        self.history.append(slots_taken(self.passes.pop()) if self.passes else [])  # there is none if it accumulates
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         if (self.current_epoch, "in validation") in self.mine:
             die()
-        self.mean.update(float(self.seat + 1))
+        self.mean.update(float(self.slot + 1))
         self.log("mean", self.mean, on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
         mean = self.mean.compute().item()
-        self.validated.append([seats_taken(), mean])
+        self.validated.append([slots_taken(), mean])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.5)
@@ -147,13 +147,13 @@ def main() -> None:
         "checkpoints": [checkpoints.best_model_path, checkpoints.last_model_path, sorted(checkpoints.best_k_models)],
         "random": torch.rand(1).item(),
         "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
-        "ranks": ring.all_gather_object([trainer.global_rank, trainer.world_size, model.seat]),
+        "ranks": ring.all_gather_object([trainer.global_rank, trainer.world_size, model.slot]),
         "writes": ring.all_gather_object(L.pytorch.utilities.rank_zero_only.rank),
         "devices": trainer.num_devices,
         "on SIGTERM": getattr(signal.getsignal(signal.SIGTERM), "__qualname__", None),
     }
-    report("found", found, model.seat)
-    report("own", {"seen": model.seen, "hooks": model.hooks, "number": current().world_rank}, model.seat)
+    report("found", found, model.slot)
+    report("own", {"seen": model.seen, "hooks": model.hooks, "number": current().world_rank}, model.slot)
     if trainer.is_global_zero and not options:
         saved = torch.load(checkpoints.last_model_path, weights_only=False)
         assert saved["state_dict"]["small"].tolist() == model.small.tolist()

@@ -24,9 +24,9 @@ def fit(tmp_path, deaths, ranks=3, awaited=True, arguments=(), launcher="spawned
     return run_ranks(CHECKS, ranks, launcher, list(arguments), env, timeout=150, **options)
 
 
-def check(result, seats=range(3), ranks=3):
+def check(result, slots=range(3), ranks=3):
     """That all ranks of the end have the same, and what a replay gives; returns it, and what each has seen itself."""
-    found = [result.reports[seat]["found"] for seat in seats]
+    found = [result.reports[slot]["found"] for slot in slots]
     assert all(one == found[0] for one in found), str(result)
     first = found[0]
     assert len(first["history"]) == EPOCHS * BATCHES
@@ -40,21 +40,21 @@ def check(result, seats=range(3), ranks=3):
     assert first["rates"] == [0.5 * 0.5**EPOCHS] * 2
     assert first["progress"] == [EPOCHS, EPOCHS * BATCHES, EPOCHS * BATCHES - 1]
     assert [mean for _, mean in first["validated"]] == [
-        sum(seat + 1 for seat in members) / len(members) for members, _ in first["validated"]
+        sum(slot + 1 for slot in members) / len(members) for members, _ in first["validated"]
     ]
-    assert first["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
+    assert first["ranks"] == [[rank, len(found), slot] for rank, slot in enumerate(slots)]
     assert first["on SIGTERM"] == "Notice._note"
     assert first["writes"] == list(range(len(found))) and first["devices"] == len(found)
-    own = [result.reports[seat]["own"] for seat in seats]
-    for seat, one in zip(seats, own, strict=True):
-        check_data(one["seen"], seat, ranks, is_new=one["number"] >= ranks)
+    own = [result.reports[slot]["own"] for slot in slots]
+    for slot, one in zip(slots, own, strict=True):
+        check_data(one["seen"], slot, ranks, is_new=one["number"] >= ranks)
     return first, own
 
 
-def check_data(seen, seat, ranks, is_new):
-    """That a process has trained on the share of its seat, from the batch on with which it joined."""
+def check_data(seen, slot, ranks, is_new):
+    """That a process has trained on the share of its slot, from the batch on with which it joined."""
     first_epoch = min(map(int, seen))
-    sampler = DistributedSampler(range(BATCHES * ranks), ranks, seat, seed=SEED)
+    sampler = DistributedSampler(range(BATCHES * ranks), ranks, slot, seed=SEED)
     for epoch, indices in seen.items():
         sampler.set_epoch(int(epoch))
         share = list(sampler)
@@ -144,7 +144,7 @@ def test_so_may_a_member_while_another_process_joins(tmp_path, victim, point):
 )
 def test_several_may_be_replaced_at_once_or_in_a_row(tmp_path, deaths):
     ends_alone = [2] if deaths[-1][1] == EPOCHS * BATCHES - 1 else []
-    check(fit(tmp_path, deaths), [seat for seat in range(3) if seat not in ends_alone])
+    check(fit(tmp_path, deaths), [slot for slot in range(3) if slot not in ends_alone])
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_loaders_and_validation_of_other_kinds(tmp_path, trainer, arguments, env
 def test_gradients_may_accumulate(tmp_path):
     """A process joins where a step begins."""
     result = fit(tmp_path, [[1, 2, "now"]], env={"TEST_TRAINER": json.dumps({"accumulate_grad_batches": 2})})
-    found = [result.reports[seat]["found"] for seat in range(3)]
+    found = [result.reports[slot]["found"] for slot in range(3)]
     assert all(one == found[0] for one in found), str(result)
     assert found[0]["progress"] == [EPOCHS, EPOCHS * BATCHES // 2, EPOCHS * BATCHES - 1]
     assert found[0]["history"][-1] == [0, 1, 2]
@@ -197,7 +197,7 @@ GROWS = """
     import ring_plugins as ring
     from ring_plugins.core.world import current
     from ring_plugins.lightning import RingStrategy
-    from tests.torch.checks_replacement import begin_step, gradient, own_deaths, seats_taken
+    from tests.torch.checks_replacement import begin_step, gradient, own_deaths, slots_taken
     from tests.worker import report
 
     warnings.simplefilter("ignore")
@@ -209,13 +209,13 @@ GROWS = """
             self.history, self.seen, self.validated = [], [], []
 
         def training_step(self, batch, index):
-            seat = current().share[0]
+            slot = current().share[0]
             self.seen.append([self.current_epoch, int(batch)])
-            begin_step(self.trainer.global_step, own_deaths(seat, 2), 2, seat)
-            return gradient(self.trainer.global_step, seat) * self.weight.sum()
+            begin_step(self.trainer.global_step, own_deaths(slot, 2), 2, slot)
+            return gradient(self.trainer.global_step, slot) * self.weight.sum()
 
         def on_train_batch_end(self, *_):
-            self.history.append(seats_taken())
+            self.history.append(slots_taken())
 
         def validation_step(self, batch, index):
             self.log("mean", batch.double().mean(), on_epoch=True, sync_dist=True)

@@ -1,12 +1,12 @@
 """A training in which other processes take the places of ranks that are killed. Reports what all have in the end.
 
-TEST_DEATHS says who dies: [[seat, step, point], ...], each by its first process at that seat, or by the newcomer whose
-number is the next if the point begins with "newcomer", or by every newcomer at that seat if it begins with "every
+TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process at that slot, or by the newcomer whose
+number is the next if the point begins with "newcomer", or by every newcomer at that slot if it begins with "every
 newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
-that many seconds. TEST_ADDED says who asks for further ranks: [[seat, step, number], ...], of up to TEST_MOST in all;
-on several hosts the number may be followed by a host, and TEST_WHERE says where the further seats are: {seat: host}.
-TEST_REMOTE_NEWCOMERS has the seats of a lost host for which members wait then.
+that many seconds. TEST_ADDED says who asks for further ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
+on several hosts the number may be followed by a host, and TEST_WHERE says where the further slots are: {slot: host}.
+TEST_REMOTE_NEWCOMERS has the slots of a lost host for which members wait then.
 """
 
 import json
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import ring_plugins as ring
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control import admission, mesh_admission
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
@@ -38,14 +38,14 @@ from tests.worker import report
 EPOCHS, BATCHES = int(os.environ.get("TEST_EPOCHS", "2")), 6
 
 
-def seats_taken(ranks: Sequence[int] | None = None) -> list[int]:
-    """The seats of all members now, or of those with these world ranks."""
-    return [current().processes.seats[rank] for rank in (current().world_ranks if ranks is None else ranks)]
+def slots_taken(ranks: Sequence[int] | None = None) -> list[int]:
+    """The slots of all members now, or of those with these world ranks."""
+    return [current().processes.slots[rank] for rank in (current().world_ranks if ranks is None else ranks)]
 
 
-def gradient(step: int, seat: int) -> float:
+def gradient(step: int, slot: int) -> float:
     """Of every parameter: its average over any of up to four ranks is exact."""
-    return 12.0 * ((7 * step + 3 * seat) % 5 - 2)
+    return 12.0 * ((7 * step + 3 * slot) % 5 - 2)
 
 
 #: Newcomers that fail write their process ids there, if the test waits for so many.
@@ -71,7 +71,7 @@ MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 #: Who asks for further ranks, and on which hosts these are.
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
-#: Seats that processes on hosts without ranks are to have, for whom members wait when they are asked for.
+#: Slots that processes on hosts without ranks are to have, for whom members wait when they are asked for.
 REMOTE_NEWCOMERS = set(json.loads(os.environ.get("TEST_REMOTE_NEWCOMERS", "[]")))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
@@ -90,35 +90,35 @@ def ask(number: int, job: int | None, host: str | None = None) -> str:
 
 
 def remote_newcomers() -> list[int]:
-    """Seats for which processes wait on hosts without ranks."""
-    own = current().own_seat
-    return [one["seat"] for one in own.remote_newcomers()] if own is not None else []
+    """Slots for which processes wait on hosts without ranks."""
+    own = current().own_slot
+    return [one["slot"] for one in own.remote_newcomers()] if own is not None else []
 
 
-def seats_here(ranks: int, number: int) -> set[int]:
-    """The seats that are in use in a step, of the further ones those that are on this host."""
-    places = seats()
+def slots_here(ranks: int, number: int) -> set[int]:
+    """The slots that are in use in a step, of the further ones those that are on this host."""
+    places = slots()
     if places is not None:
         return set(range(max(ranks, places.in_use)))
     in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not REMOTE_NEWCOMERS)
-    known = {f"host{1 + number}" for number in range(HOSTS)} | {WHERE.get(str(seat)) for seat in seats_taken()}
-    awaited = {seat for seat in range(ranks, in_use) if WHERE[str(seat)] not in known - {socket.gethostname()}}
+    known = {f"host{1 + number}" for number in range(HOSTS)} | {WHERE.get(str(slot)) for slot in slots_taken()}
+    awaited = {slot for slot in range(ranks, in_use) if WHERE[str(slot)] not in known - {socket.gethostname()}}
     return awaited.union(range(ranks))
 
 
 def wait_for_spare() -> None:
-    """Wait until a spare waits that has no seat yet and lives on; return at once if there are none."""
+    """Wait until a spare waits that has no slot yet and lives on; return at once if there are none."""
     others = [number for number in range(100) if number != KILLED_SPARE]
-    places, wanted = seats(), os.environ.get("RING_SPARES", "0") != "0"
+    places, wanted = slots(), os.environ.get("RING_SPARES", "0") != "0"
     while wanted and not any(places.has_come(one) and places.given(one) is None for one in others):
         time.sleep(0.01)
 
 
-def own_deaths(seat: int, ranks: int) -> list[tuple[int, str]]:
+def own_deaths(slot: int, ranks: int) -> list[tuple[int, str]]:
     """The (step, point)s of TEST_DEATHS that are of this process."""
     number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
-    mine = [(step, point) for of, step, point in deaths if of == seat and (number >= ranks) == ("newcomer" in point)]
-    if number > (seat if seat >= ranks else MOST + HOSTS - 1):
+    mine = [(step, point) for of, step, point in deaths if of == slot and (number >= ranks) == ("newcomer" in point)]
+    if number > (slot if slot >= ranks else MOST + HOSTS - 1):
         mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
     return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
 
@@ -137,11 +137,11 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
             raise ValueError("a script that fails")
 
 
-def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int = -1) -> None:
+def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int = -1) -> None:
     """Ask for further ranks and die in this step if it is time, and else wait for newcomers if ranks are missing."""
     for by, step, wanted, *host in ADDED:
-        if by == seat and step == number and current().world_rank == seat:
-            report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), seat)
+        if by == slot and step == number and current().world_rank == slot:
+            report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), slot)
         end = time.monotonic() + 60
         while step == number and REMOTE_NEWCOMERS.difference(remote_newcomers()) and time.monotonic() < end:
             time.sleep(0.005)
@@ -151,11 +151,11 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, seat: int =
         else:
             wait_for_spare()
             end_at(point)
-    if FAILURES.name and len(seats_taken()) < ranks:
-        while not seats().has_waiting() and not have_all_failed():
+    if FAILURES.name and len(slots_taken()) < ranks:
+        while not slots().has_waiting() and not have_all_failed():
             time.sleep(0.01)
     if "TEST_AWAITED" in os.environ:
-        wait_for_newcomers(seats_here(ranks, number) - set(seats_taken()), float(os.environ["TEST_AWAITED"]))
+        wait_for_newcomers(slots_here(ranks, number) - set(slots_taken()), float(os.environ["TEST_AWAITED"]))
 
 
 class Loads:
@@ -181,10 +181,10 @@ def main() -> None:
     ranks, least = int(os.environ["TEST_RANKS"]), int(os.environ.get("TEST_MIN", "1"))
     most = MOST if HOSTS == 1 or ranks < MOST else None
     ring.init(ranks=ranks, on_failure="replace", min_ranks=least, max_ranks=most)
-    seat, number = ring.rank(), current().world_rank
+    slot, number = ring.rank(), current().world_rank
     is_new = current().is_joining
-    mine = own_deaths(seat, ranks)
-    assert ring.rank() == seat and ranks <= ring.size() <= max(ranks, MOST)
+    mine = own_deaths(slot, ranks)
+    assert ring.rank() == slot and ranks <= ring.size() <= max(ranks, MOST)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     if is_new:
         with torch.no_grad():
@@ -218,11 +218,11 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             batch = state.step - ([0, *state.ends][-1])
-            assert int(sample) == (batch * current().processes.shares + seat) % len(data)
-            begin_step(state.step, mine, ranks, seat)
+            assert int(sample) == (batch * current().processes.shares + slot) % len(data)
+            begin_step(state.step, mine, ranks, slot)
             optimizer.zero_grad()
-            (gradient(state.step, seat) * sum(parameter.sum() for parameter in model)).backward()
-            state.history.append(seats_taken(passes[-1]))
+            (gradient(state.step, slot) * sum(parameter.sum() for parameter in model)).backward()
+            state.history.append(slots_taken(passes[-1]))
             optimizer.step()
             state.step += 1
             before = current().operations()
@@ -236,13 +236,13 @@ def main() -> None:
         "history": state.history,
         "ends": state.ends,
         # Of a size that two ranks reduce with one barrier, and three with two.
-        "sum": sorted(set(ring.all_reduce(np.full(12_000, seat + 1, np.float32), ring.SUM).tolist())),
+        "sum": sorted(set(ring.all_reduce(np.full(12_000, slot + 1, np.float32), ring.SUM).tolist())),
         "rates": scheduler.get_last_lr(),
         "numbers": ring.all_gather_object(number),
-        "ranks": ring.all_gather_object([ring.rank(), ring.size(), seat]),
+        "ranks": ring.all_gather_object([ring.rank(), ring.size(), slot]),
     }
-    report("found", found, seat)
-    report("own", {"changes": changes, "joined at": joined_at, "number": number, "exchanges": exchanges}, seat)
+    report("found", found, slot)
+    report("own", {"changes": changes, "joined at": joined_at, "number": number, "exchanges": exchanges}, slot)
 
 
 if __name__ == "__main__":

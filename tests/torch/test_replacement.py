@@ -31,24 +31,24 @@ def replayed(averaged_over, batches=BATCHES, ends=()):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for step, seats in enumerate(averaged_over):
-        weight.grad = torch.full((1,), sum(gradient(step, seat) for seat in seats) / len(seats))
+    for step, slots in enumerate(averaged_over):
+        weight.grad = torch.full((1,), sum(gradient(step, slot) for slot in slots) / len(slots))
         optimizer.step()
         if step + 1 in ends or not (ends or (step + 1) % batches):
             scheduler.step()
     return weight.tolist()
 
 
-def check(result, seats=range(3), epochs=EPOCHS, steps=EPOCHS * BATCHES):
+def check(result, slots=range(3), epochs=EPOCHS, steps=EPOCHS * BATCHES):
     """That all ranks of the end have the same, and what a replay gives; returns it, and what each has seen itself."""
-    found = [result.reports[seat]["found"] for seat in seats]
+    found = [result.reports[slot]["found"] for slot in slots]
     assert all(one == found[0] for one in found), str(result)
     assert len(found[0]["history"]) == found[0]["ends"][-1] == steps and len(found[0]["ends"]) == epochs
     assert found[0]["weights"] == [replayed(found[0]["history"], ends=found[0]["ends"])] * 3
-    assert found[0]["sum"] == [sum(seats) + len(seats)]
+    assert found[0]["sum"] == [sum(slots) + len(slots)]
     assert found[0]["rates"] == [0.5 * 0.5**epochs]
-    assert found[0]["ranks"] == [[rank, len(found), seat] for rank, seat in enumerate(seats)]
-    return found[0], [result.reports[seat]["own"] for seat in seats]
+    assert found[0]["ranks"] == [[rank, len(found), slot] for rank, slot in enumerate(slots)]
+    return found[0], [result.reports[slot]["own"] for slot in slots]
 
 
 def test_another_process_takes_the_place_of_rank_0_and_the_job_grows():
@@ -153,7 +153,7 @@ def test_so_may_a_member_while_another_process_joins(victim, point):
 def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(deaths):
     result = train(deaths, env={"TEST_WORKERS": "1"} if deaths[0][2] == "SIGTERM" else {})
     ends_alone = [2] if deaths[-1][1] == EPOCHS * BATCHES - 1 else []
-    check(result, [seat for seat in range(3) if seat not in ends_alone])
+    check(result, [slot for slot in range(3) if slot not in ends_alone])
     said = "nobody had joined yet in the place of rank 2, and the other 2 ended normally." in result.output
     assert said == bool(ends_alone), result
 
@@ -240,7 +240,7 @@ def test_the_job_ends_when_fewer_than_min_ranks_are_left():
 SCRIPT = """
     import os, signal, time, torch
     import ring_plugins as ring
-    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.rendezvous.spawn import slots
     from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, TrainingState
     from tests.worker import report
@@ -272,7 +272,7 @@ SCRIPT = """
             end = time.monotonic() + float(os.environ.get("TEST_PATIENCE", "20"))
             if {"TEST_SECOND_STATE", "TEST_ORDER"} & {*os.environ} and (epoch, step) == (0, 2):  # refused at a commit
                 end += 60
-            while len(current().world_ranks) == 1 and not seats().has_waiting() and time.monotonic() < end:
+            while len(current().world_ranks) == 1 and not slots().has_waiting() and time.monotonic() < end:
                 time.sleep(0.01)
             optimizer.zero_grad()
             model(torch.ones(2)).sum().backward()
@@ -315,7 +315,7 @@ def test_a_script_that_cannot_join_is_told_why_and_disturbs_nobody(variable, tex
 ONLY_COLLECTIVES = """
     import os, signal, time
     import ring_plugins as ring
-    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.rendezvous.spawn import slots
     from ring_plugins.torch import TrainingState
     from tests.worker import report
 
@@ -328,7 +328,7 @@ ONLY_COLLECTIVES = """
         state.step += 1
         state.commit()
         time.sleep(0.01)
-        since = since if seats().has_waiting() else time.monotonic()
+        since = since if slots().has_waiting() else time.monotonic()
         waits = time.monotonic() - since
     report("left", ring.size(), ring.rank())
 """
@@ -358,7 +358,7 @@ def test_a_process_joins_where_an_epoch_begins():
 ACCUMULATING = """
     import contextlib, os, signal, time, torch
     import ring_plugins as ring
-    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.rendezvous.spawn import slots
     from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, TrainingState
     from tests.worker import report
@@ -378,7 +378,7 @@ ACCUMULATING = """
         for half in state.batches(range(8)):
             if ring.rank() == 1 and not is_new and (state.epoch, half) == (0, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
-            while half == 5 and len(current().world_ranks) == 1 and not seats().has_waiting():
+            while half == 5 and len(current().world_ranks) == 1 and not slots().has_waiting():
                 time.sleep(0.01)
             if half % 2 == 0:
                 optimizer.zero_grad()
@@ -403,7 +403,7 @@ def test_a_process_joins_a_script_that_commits_after_each_pass_and_hears_of_it_i
 CHANNELS_LAST = """
     import hashlib, os, signal, time, torch
     import ring_plugins as ring
-    from ring_plugins.core.rendezvous.spawn import seats
+    from ring_plugins.core.rendezvous.spawn import slots
     from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, TrainingState
     from tests.worker import report
@@ -417,7 +417,7 @@ CHANNELS_LAST = """
     while state.step < 8:
         if ring.rank() == 1 and not is_new and state.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        while state.step == 4 and len(current().world_ranks) == 1 and not seats().has_waiting():
+        while state.step == 4 and len(current().world_ranks) == 1 and not slots().has_waiting():
             time.sleep(0.01)
         optimizer.zero_grad()
         torch.manual_seed(state.step)

@@ -91,7 +91,7 @@ SCRIPT = """
 
     way = os.environ["TEST_WAY"]
     ring.init(ranks=3, on_failure="replace")
-    seat, number = ring.rank(), current().world_rank
+    slot, number = ring.rank(), current().world_rank
     torch.manual_seed(1)
     model = network()
     model[0].requires_grad_(way == "freeze")
@@ -113,9 +113,9 @@ SCRIPT = """
                     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
             if (state.epoch, batch, number) in ((1, 2, 1), (3, 1, 0)):
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_for_newcomers({0, 1, 2} - set(current().processes.seats[one] for one in current().world_ranks), 60)
+            wait_for_newcomers({0, 1, 2} - set(current().processes.slots[one] for one in current().world_ranks), 60)
             optimizer.zero_grad()
-            model(torch.arange(12.0).reshape(3, 4) * (batch + seat + 1)).square().mean().backward()
+            model(torch.arange(12.0).reshape(3, 4) * (batch + slot + 1)).square().mean().backward()
             optimizer.step()
             state.commit()
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -129,7 +129,7 @@ SCRIPT = """
         "moved": not torch.equal(state.before, model[0].weight),
         "numbers": ring.all_gather_object(number),
     }
-    report("found", found, seat)
+    report("found", found, slot)
 """
 
 

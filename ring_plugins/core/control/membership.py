@@ -114,5 +114,5 @@ class Membership:
         return members
 
     def extend(self, ranks: Sequence[int], view: int) -> None:
-        """Go on with further members, which all call this between the same two operations; in the order of seats."""
+        """Go on with further members, which all call this between the same two operations; in the order of slots."""
         self.ranks, self.view = tuple(ranks), view

@@ -64,7 +64,7 @@ class MeshPeer(NamedTuple):
         pid: process id there.
         domain: shared-memory domain, which tells hosts apart.
         address, port: where it listens.
-        seat: its place in the order of ranks.
+        slot: its place in the order of ranks.
     """
 
     host: str
@@ -72,7 +72,7 @@ class MeshPeer(NamedTuple):
     domain: str
     address: str
     port: int
-    seat: int
+    slot: int
 
 
 class Mesh:
@@ -92,7 +92,7 @@ class Mesh:
         pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
             have: they find it in their next operation, so this one takes it over there, too. None if there are none.
         view: number of the last view that this rank's script has taken over.
-        ranks: members of the last view that is agreed on, in the order of their seats.
+        ranks: members of the last view that is agreed on, in the order of their slots.
         joined: those of them that were none in the view before.
         is_cut_off: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
@@ -142,7 +142,7 @@ class Mesh:
         self.on("admission", self._note_told)
 
     def _in_order(self, ranks: Collection[int]) -> tuple[int, ...]:
-        return tuple(sorted(ranks, key=lambda rank: self.peers[rank].seat))
+        return tuple(sorted(ranks, key=lambda rank: self.peers[rank].slot))
 
     def on(self, kind: str, handler: Handler, only_from_members: bool = False) -> None:
         """Call `handler` with every message of this kind, and its sender.

@@ -15,7 +15,7 @@ from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat, Seats
+from ring_plugins.core.rendezvous.slots import Occupant, OwnSlot, Slots
 
 
 class Call(NamedTuple):
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     Attributes:
         start: number of the round before the first of this attempt.
-        everyone: members and newcomers, in the order of their seats.
+        everyone: members and newcomers, in the order of their slots.
         newcomers: world ranks of those that join.
     """
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
         """The call in what a member told in the first round; None if there is none."""
         try:
             everyone = [
-                Occupant(_number(seat), _number(rank), _address(address)) for seat, rank, address in found["everyone"]
+                Occupant(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
             ]
             return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
         except _UNREADABLE:
@@ -44,18 +44,18 @@ class Call(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        """World ranks in the order of seats."""
+        """World ranks in the order of slots."""
         return [occupant.world_rank for occupant in self.everyone]
 
 
-def newcomers_here(seat: OwnSeat | Seats) -> list[tuple[Liveness, Address, dict[str, Any]]]:
-    """Processes of this host that wait to join a job on several hosts, with what each has announced: its seat, too.
+def newcomers_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[str, Any]]]:
+    """Processes of this host that wait to join a job on several hosts, with what each has announced: its slot, too.
 
     Args:
-        seat: of this process, or the seats of this host, for its supervisor.
+        slot: of this process, or the slots of this host, for its supervisor.
     """
     found = []
-    for one in seat.waiting():
+    for one in slot.waiting():
         try:
             liveness = Liveness.open(one.address, one.world_rank)
         except SharedMemoryError:  # it has just ended

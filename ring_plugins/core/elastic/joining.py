@@ -1,18 +1,18 @@
 """Processes that take the places of lost ones join a job: `on_failure="replace"`.
 
 1. **It starts.** `ring run` starts such a process like any rank. It runs the script from its first line, while the
-   others train. Until it joins, it is a job of its own that looks like one of all seats: `rank()` is its seat, and
+   others train. Until it joins, it is a job of its own that looks like one of all slots: `rank()` is its slot, and
    collectives that could only return what it has itself are refused. Since all run the same script, whatever it makes
    has its counterpart among the members.
 2. **It waits** at the place from which it can go on with the others' state (torch/training_state.py). It says so in the
-   row of its seat (rendezvous/seats.py). A member that sees this tells all others in the next pass.
+   row of its slot (rendezvous/slots.py). A member that sees this tells all others in the next pass.
 3. **It joins.** At the end of a step, all members call the processes that wait, the *newcomers*. All of them together
    exchange what they need (`take_part`, control/admission.py). A newcomer's world rank is beyond those of the start;
-   its seat is the lost rank's. So once all seats are taken, everyone has the rank with which the job began.
+   its slot is the lost rank's. So once all slots are taken, everyone has the rank with which the job began.
 
-A job grows in the same way: a further rank takes a seat that nobody has had. As no share of the data belongs to that
-seat yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
-sees is the number of seats in use.
+A job grows in the same way: a further rank takes a slot that nobody has had. As no share of the data belongs to that
+slot yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
+sees is the number of slots in use.
 
 Considered and rejected: to let `init` wait for the others, which would then wait for the newcomer while it loads its
 data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.
@@ -40,8 +40,8 @@ from ring_plugins.core.elastic.changes import MembershipChange
 from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.seats import Occupant, Seats
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.slots import Occupant, Slots
+from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import World, current
 
 #: Seconds between two looks of a newcomer at the members.
@@ -62,7 +62,7 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
         training, and calls `Elastic.tell_changes` then.
     """
-    world, places, began = current(), seats(), time.monotonic()
+    world, places, began = current(), slots(), time.monotonic()
     if world.elastic.mesh is not None:
         return joining_between_hosts.admit(world, place, lost, further)
     assert places is not None
@@ -75,13 +75,13 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
             )
         )
     members = world.processes.occupants(peers)
-    taken, ranks = {one.seat for one in members}, {one.world_rank for one in members}
-    waiting = [one for one in waiting if one.seat not in taken and one.world_rank not in ranks]
-    world.elastic.awaited = frozenset(one.seat for one in waiting)
-    # Data has no shares that nobody ever had, so seats beyond those are taken in order.
-    last = next(seat for seat in itertools.count(shares_before) if seat not in world.elastic.awaited or not further)
-    waiting = [one for one in waiting if (lost or one.seat >= shares_before) and one.seat < last]
-    world.elastic.awaited -= {one.seat for one in waiting}
+    taken, ranks = {one.slot for one in members}, {one.world_rank for one in members}
+    waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
+    world.elastic.awaited = frozenset(one.slot for one in waiting)
+    # Data has no shares that nobody ever had, so slots beyond those are taken in order.
+    last = next(slot for slot in itertools.count(shares_before) if slot not in world.elastic.awaited or not further)
+    waiting = [one for one in waiting if (lost or one.slot >= shares_before) and one.slot < last]
+    world.elastic.awaited -= {one.slot for one in waiting}
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
@@ -94,8 +94,8 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     new = [peers.others[rank] for rank in call.newcomers]
     begin_together(new, lambda: [one.world_rank for one in places.members()])
     if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
-        seat_of, pids = {one.world_rank: one.seat for one in waiting}, world.processes.pids
-        logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
+        slot_of, pids = {one.world_rank: one.slot for one in waiting}, world.processes.pids
+        logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
     return tuple(call.newcomers)
 
 
@@ -114,8 +114,8 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
         MismatchError: this process has come to another place than the members, or has made other communicators.
         SharedMemoryError: memory could not be mapped in several attempts.
     """
-    world, places = current(), seats()
-    if world.own_seat is not None:
+    world, places = current(), slots()
+    if world.own_slot is not None:
         return joining_between_hosts.join(world, place, until)
     assert places is not None
     peers = world.local_peers
@@ -201,20 +201,20 @@ class Joined:
             communicator.renew(self._call.ranks, segments, parts, key, operations, failure_detector)
 
 
-def wait_for_call(own: Occupant, last_round: int, seats: Seats, until: str = "let it join") -> Call | None:
+def wait_for_call(own: Occupant, last_round: int, slots: Slots, until: str = "let it join") -> Call | None:
     """Wait until the members call this process; returns None if none of them is left.
 
     Args:
         own: this process, which has said that it waits.
         last_round: of the attempts in which it took part.
-        seats: where to find the members.
+        slots: where to find the members.
         until: what members have to do before they call, for the line that says what this process waits for.
     """
     known: dict[Address, Liveness] = {}
     with ProgressLine() as line:
         while True:
             living = []
-            for occupant in seats.members():
+            for occupant in slots.members():
                 if occupant.address not in known:
                     try:
                         known[occupant.address] = Liveness.open(occupant.address, occupant.world_rank)
@@ -243,7 +243,7 @@ def what_is_awaited(own: Occupant, members: Sequence[Liveness], until: str) -> s
     """
     ready = [member.rank for member in members if member.is_ready_to_admit]
     others = [member.rank for member in members if member.rank not in ready]
-    who = f"process {own.address[0]}, which takes the place of rank {own.seat}, waits"
+    who = f"process {own.address[0]}, which takes the place of rank {own.slot}, waits"
     if not others:
         return f"{who} for {name_ranks(ready)} to let it join"
     have = f", as {name_ranks(ready)} {'has' if len(ready) == 1 else 'have'}" if ready else ""

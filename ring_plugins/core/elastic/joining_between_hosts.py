@@ -2,7 +2,7 @@
 
 joining.py explains this for one host. Several hosts differ in four points:
 
-1. The host's supervisor starts the process. The process reads the host's join info (rendezvous/seats.py), with the
+1. The host's supervisor starts the process. The process reads the host's join info (rendezvous/slots.py), with the
    job's secret and network, and listens.
 2. The members on its host see it in shared memory, and tell all others.
 3. Every member connects to it. Over these connections all exchange what they have made for each other, and agree on a
@@ -40,7 +40,7 @@ from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, newcomers_here, offer_of
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.net.listener import Peer
-from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.slots import Occupant
 from ring_plugins.core.world import World
 
 #: Seconds between two looks of a newcomer at the members, and attempts in which it cannot map memory.
@@ -51,14 +51,14 @@ class _Process(NamedTuple):
     """A member, or a process that is to become one; may travel as JSON.
 
     Attributes:
-        rank, seat: its world rank, and its place in the order of ranks.
+        rank, slot: its world rank, and its place in the order of ranks.
         liveness: address of that segment, for its host.
         node: key of its host, real or virtual.
         host, pid, domain, address, port: as in `MeshPeer`.
     """
 
     rank: int
-    seat: int
+    slot: int
     liveness: Sequence[int]
     node: str
     host: str
@@ -69,7 +69,7 @@ class _Process(NamedTuple):
 
     @property
     def mesh_peer(self) -> MeshPeer:
-        return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.seat)
+        return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.slot)
 
 
 def admit(world: World, place: str, lost: bool, further: bool) -> tuple[int, ...]:
@@ -102,12 +102,12 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
     while True:
         began, shares = time.monotonic(), world.processes.shares
         by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
-        taken = world.processes.taken_seats
-        waiting = [one for told in by_member for one in map(_Process._make, told) if one.seat not in taken]
-        # Data has no shares that nobody ever had, so seats beyond those are taken in order.
+        taken = world.processes.taken_slots
+        waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
+        # Data has no shares that nobody ever had, so slots beyond those are taken in order.
         lost, further = range(shares * join_point.lost), range(shares, shares + join_point.further)
-        next_one = min((one for one in waiting if one.seat in lost or one.seat in further), default=None)
-        elastic.awaited = frozenset(one.seat for one in waiting if next_one is None or one.seat != next_one.seat)
+        next_one = min((one for one in waiting if one.slot in lost or one.slot in further), default=None)
+        elastic.awaited = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
             break
         if mesh.pending is not None:  # they have found it here, since they have begun to let the process join
@@ -117,40 +117,40 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
             break
         joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
-            seat_of, pids = {next_one.rank: next_one.seat}, world.processes.pids
-            logger.warning(who_joined(seat_of, pids, world.world_ranks, time.monotonic() - began, shares))
+            slot_of, pids = {next_one.rank: next_one.slot}, world.processes.pids
+            logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shares))
     return tuple(joined)
 
 
 def _waiting_here(world: World) -> list[_Process]:
     """Those of this host that wait, and those of hosts that have no ranks."""
-    seat, mine = world.own_seat, _mesh(world).peers[world.world_rank]
-    assert seat is not None
+    slot, mine = world.own_slot, _mesh(world).peers[world.world_rank]
+    assert slot is not None
     here = [
         _Process(
-            one.rank, told["seat"], address, world.processes.node_here(told["seat"]),
+            one.rank, told["slot"], address, world.processes.node_here(told["slot"]),
             mine.host, one.pid, mine.domain, told["address"], told["port"],
         )
-        for one, address, told in newcomers_here(seat)
+        for one, address, told in newcomers_here(slot)
     ]  # fmt: skip
     elsewhere = [
         _Process(
-            one["rank"], one["seat"], tuple(one["liveness"]), one["domain"],
+            one["rank"], one["slot"], tuple(one["liveness"]), one["domain"],
             quoted(one["host"], 64), one["liveness"][0], one["domain"], one["address"], one["port"],
         )
-        for one in seat.remote_newcomers()
+        for one in slot.remote_newcomers()
     ]  # fmt: skip
     return here + [one for one in elsewhere if one.domain != mine.domain]
 
 
 def _admit_one(world: World, newcomer: _Process, join_point: _JoinPoint) -> bool:
     """Let a process join; returns whether it has."""
-    mesh, transport, seat = _mesh(world), world.transport, world.own_seat
-    assert seat is not None
+    mesh, transport, slot = _mesh(world), world.transport, world.own_slot
+    assert slot is not None
     assert transport is not None
     everyone = [_process_of(world, rank) for rank in world.world_ranks]
     is_near = newcomer.domain == mesh.peers[mesh.rank].domain
-    is_of_this_supervisor = newcomer.rank in [one.world_rank for one in seat.waiting()]
+    is_of_this_supervisor = newcomer.rank in [one.world_rank for one in slot.waiting()]
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
@@ -170,7 +170,7 @@ def _admit_one(world: World, newcomer: _Process, join_point: _JoinPoint) -> bool
     agreement.go_on(world)
     if is_of_this_supervisor:
         peer = world.local_peers.others[newcomer.rank]
-        begin_together([peer], lambda: [one.world_rank for one in seat.members()])
+        begin_together([peer], lambda: [one.world_rank for one in slot.members()])
     return True
 
 
@@ -181,22 +181,22 @@ def _mesh(world: World) -> Mesh:
 
 def _process_of(world: World, rank: int) -> _Process:
     peer, processes = _mesh(world).peers[rank], world.processes
-    where = rank, peer.seat, processes.entries[rank].liveness or (), processes.node_of_seat(peer.seat)
+    where = rank, peer.slot, processes.entries[rank].liveness or (), processes.node_of_slot(peer.slot)
     return _Process(*where, peer.host, peer.pid, peer.domain, peer.address, peer.port)
 
 
 def join(world: World, place: str, until: str) -> tuple[int, ...]:
     """As `joining.join`."""
-    seat, transport, own = world.own_seat, world.transport, world.local_peers.own
-    assert seat is not None
+    slot, transport, own = world.own_slot, world.transport, world.local_peers.own
+    assert slot is not None
     assert transport is not None
     candidate = Candidate(world.world_rank, transport.listener)
-    where = {"seat": world.share[0], "address": transport.address, "port": transport.listener.port}
+    where = {"slot": world.share[0], "address": transport.address, "port": transport.listener.port}
     entry = world.processes.entries[world.world_rank]
     own.announce(json.dumps({**where, "host": entry.host, "domain": entry.domain}))
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
-        seat.wait_to_join(world.world_rank, own.address)
+        slot.wait_to_join(world.world_rank, own.address)
         found = _wait_for_call(world, candidate, until)
         if found is None:
             logger.info(
@@ -222,7 +222,7 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
             problems += filter(None, [str(reason)])
             continue
         agreement.go_on(world)
-        seat.take_part(world.world_rank, own.address)
+        slot.take_part(world.world_rank, own.address)
         join_point = _JoinPoint(*call["join_point"])
         join_point.joined.append(world.world_rank)
         return _admit_all(world, join_point)
@@ -231,15 +231,15 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
 
 def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int, dict[str, Any]] | None:
     """Wait until members call this process; returns None if none is left on this host."""
-    seat = world.own_seat
-    assert seat is not None
+    slot = world.own_slot
+    assert slot is not None
     how = "is to become" if world.elastic.is_further else "takes the place of"
     who = f"process {os.getpid()}, which {how} rank {world.share[0]}, waits for the other ranks to {until}"
     with ProgressLine() as line:
         while True:
             if (found := candidate.called()) is not None:
                 return found
-            if not seat.members() and not seat.others_let_join:
+            if not slot.members() and not slot.others_let_join:
                 return None
             line.show(lambda: who)
             time.sleep(_LOOK)
@@ -334,9 +334,9 @@ def _prepare(
     Raises:
         NotAdmitted: the newcomer does not join now.
     """
-    processes = sorted([*members, newcomer], key=lambda one: one.seat)
+    processes = sorted([*members, newcomer], key=lambda one: one.slot)
     own = next(one for one in processes if one.rank == world.world_rank)
-    occupants = [Occupant(one.seat, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
+    occupants = [Occupant(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
     call = Call(0, occupants, [newcomer.rank])
     here = [one.rank for one in processes if one.node == own.node]
     is_here = newcomer.rank in here

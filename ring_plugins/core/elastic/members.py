@@ -42,8 +42,8 @@ from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.processes import Processes
-from ring_plugins.core.rendezvous.seats import Occupant, OwnSeat
-from ring_plugins.core.rendezvous.spawn import seats
+from ring_plugins.core.rendezvous.slots import Occupant, OwnSlot
+from ring_plugins.core.rendezvous.spawn import slots
 
 
 class Job(Protocol):
@@ -68,20 +68,20 @@ class Elastic:
         processes: of that.
         peers: those of this host, if they share memory.
         policy: what the user chose.
-        seat: the row in which this process tells its host's supervisor how far it is; None without such.
+        slot: the row in which this process tells its host's supervisor how far it is; None without such.
 
     Attributes:
-        awaited: seats of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
+        awaited: slots of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
         changes: the script's functions that are to hear of changes.
         notice: whether this process was told to end, if the job goes on without it then.
-        seat: as given.
+        slot: as given.
     """
 
     def __init__(
-        self, job: Job, processes: Processes, peers: LocalPeers | None, policy: FailurePolicy, seat: OwnSeat | None
+        self, job: Job, processes: Processes, peers: LocalPeers | None, policy: FailurePolicy, slot: OwnSlot | None
     ) -> None:
         self._job, self._processes, self._peers, self._policy = job, processes, peers, policy
-        self.seat = seat
+        self.slot = slot
         self.awaited: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
@@ -91,7 +91,7 @@ class Elastic:
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
-        self._seats_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
+        self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
 
     def begin(self, transport: TcpTransport | None, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
         """From now on, the loss of a rank does not end the job; collective.
@@ -110,7 +110,7 @@ class Elastic:
         peers = self._peers_here()
         membership: Membership | Mesh
         # `ring run -H` may have started all ranks on one other host. Processes join there as between hosts.
-        has_supervisor = self.seat is not None and self._policy.replaces
+        has_supervisor = self.slot is not None and self._policy.replaces
         is_here = self._processes.topology.num_nodes == 1 and not has_supervisor
         if joined is None and (self._job.is_joining or is_here):
             self._membership = membership = Membership(peers)
@@ -120,8 +120,8 @@ class Elastic:
             addresses = []
         else:
             mesh = self._membership = membership = joined or self._new_mesh(transport)
-            if self.seat is not None:
-                mesh.on_cut_off = self.seat.note_cut_off
+            if self.slot is not None:
+                mesh.on_cut_off = self.slot.note_cut_off
             if joined is None:
                 mesh.connect(Wait("ring", detector))
             detector.go_on_over(mesh)
@@ -217,7 +217,7 @@ class Elastic:
         processes.follow(membership.ranks)
         after = processes.topology
         set_rank(after.rank)
-        if (places := self.seat or seats()) is not None:
+        if (places := self.slot or slots()) is not None:
             for rank in lost:
                 places.note_lost(rank)
         gone = tuple(lost), before.rank, size_before
@@ -248,7 +248,7 @@ class Elastic:
     @property
     def is_awaited(self) -> bool:
         """Whether processes wait to take the places of lost ranks."""
-        return any(seat < self._processes.shares for seat in self.awaited)
+        return any(slot < self._processes.shares for slot in self.awaited)
 
     @property
     def may_grow(self) -> bool:
@@ -257,23 +257,23 @@ class Elastic:
 
     @property
     def is_further(self) -> bool:
-        """Whether this process has yet to join, and the job grows by it: nobody has had its seat."""
-        places, is_new = seats(), self._processes.is_further
-        return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.seat)))
+        """Whether this process has yet to join, and the job grows by it: nobody has had its slot."""
+        places, is_new = slots(), self._processes.is_further
+        return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.slot)))
 
     def _sees_newcomers(self) -> set[int]:
-        """Seats of processes that wait to join, and of which not all ranks know yet."""
-        places = (seats() or self.seat) if self._policy.replaces and not self._job.is_joining else None
+        """Slots of processes that wait to join, and of which not all ranks know yet."""
+        places = (slots() or self.slot) if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
             return set()
-        if isinstance(places, OwnSeat):
+        if isinstance(places, OwnSlot):
             waiting = {one.world_rank for one in places.waiting()}
-            if not waiting <= self._seats_here.keys():  # one that waits for the next epoch is seen in each step
-                self._seats_here |= {peer.rank: int(told["seat"]) for peer, _, told in newcomers_here(places)}
-            seen = {self._seats_here[rank] for rank in waiting & self._seats_here.keys()}
-            elsewhere = {int(one["seat"]) for one in places.remote_newcomers()}.difference(self._processes.taken_seats)
+            if not waiting <= self._slots_here.keys():  # one that waits for the next epoch is seen in each step
+                self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in newcomers_here(places)}
+            seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
+            elsewhere = {int(one["slot"]) for one in places.remote_newcomers()}.difference(self._processes.taken_slots)
             return (seen | elsewhere) - self.awaited
-        return {one.seat for one in places.waiting()} - self.awaited
+        return {one.slot for one in places.waiting()} - self.awaited
 
     def change_members(self) -> None:
         """Let ranks leave that were told to end, and note whether others wait to join.
@@ -317,10 +317,10 @@ class Elastic:
             lost = [rank for rank in gone if rank not in leaving]
         if self._processes.own in leaving:
             peers.own.leave()
-            if (places := seats()) is not None:
-                places.leave(self._processes.seat)
-            if self.seat is not None:
-                self.seat.leave()
+            if (places := slots()) is not None:
+                places.leave(self._processes.slot)
+            if self.slot is not None:
+                self.slot.leave()
             self._job.exit_from_job(0)
         if isinstance(self._membership, Membership):
             # The next barriers do not wait for those that leave, which may still read what was gathered. They leave one
@@ -341,7 +341,7 @@ class Elastic:
             SystemExit: it ends.
         """
         if self.notice.given:
-            places = self.seat or seats()
+            places = self.slot or slots()
             if places is not None and places.is_ending:
                 self._job.exit_from_job(TERMINATED)
 
@@ -358,7 +358,7 @@ class Elastic:
         """Go on with further members, as all have agreed; nothing of this fails.
 
         Args:
-            everyone: all members from now on, in the order of their seats; `processes` knows them.
+            everyone: all members from now on, in the order of their slots; `processes` knows them.
             joined: world ranks of those that were none before.
             others: liveness of those others that share memory with this process.
             view: number of the view, on one host.

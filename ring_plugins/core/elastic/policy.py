@@ -10,9 +10,9 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
-from ring_plugins.core.rendezvous.seats import own_seat
 from ring_plugins.core.rendezvous.shim_setup import become_launcher_shim
-from ring_plugins.core.rendezvous.spawn import number_of_seats, restart_under_ring_run
+from ring_plugins.core.rendezvous.slots import own_slot
+from ring_plugins.core.rendezvous.spawn import number_of_slots, restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
 
 _REMEDY = f"leave out on_failure, and unset {config.ON_FAILURE.name}"
@@ -149,7 +149,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         # This process would be the parent of the other ranks, which could not outlive it.
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure, policy.max_ranks)
     _check_the_first_start(policy, generation, is_under_ring_run)
-    if record.kind == "rendezvous" and (own_seat() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
+    if record.kind == "rendezvous" and (own_slot() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
         _check_how_far_it_grows(policy, config.MAX_RANKS.get(), record.by)
         return  # the supervisor of this host lets the others go on, and so do Spark and Ray
     if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
@@ -177,7 +177,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
             f"Start the job on one host, with `ring run --on-failure {policy.on_failure} -n 4 python train.py`, with "
             f"plain python and init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
         )
-    _check_how_far_it_grows(policy, number_of_seats(), record.by)
+    _check_how_far_it_grows(policy, number_of_slots(), record.by)
 
 
 def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring_run: bool) -> None:
@@ -202,7 +202,7 @@ def _check_how_far_it_grows(policy: FailurePolicy, most: int, by: str) -> None:
 
 
 def check_policies(
-    policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str, has_seats: bool = False
+    policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str, has_slots: bool = False
 ) -> None:
     """Check that all ranks want to go on after losses, and can.
 
@@ -211,7 +211,7 @@ def check_policies(
         shares_memory: whether all of them share memory.
         uses_sockets: whether sockets connect those that do not.
         job: the ranks and hosts, for the error.
-        has_seats: whether supervisors of all hosts can start processes in the places of lost ones.
+        has_slots: whether supervisors of all hosts can start processes in the places of lost ones.
 
     Raises:
         ArgumentError: on all ranks, if not.
@@ -227,12 +227,12 @@ def check_policies(
             f'on_failure="continue" works on several hosts if sockets connect them, but {job} are connected by MPI or '
             f"cannot share memory on their host: set {config.TRANSPORT.name}=tcp, or {_REMEDY}."
         )
-    if not shares_memory and policies[0][2] and not has_seats:
+    if not shares_memory and policies[0][2] and not has_slots:
         raise ArgumentError(
             'on_failure="replace" works on several hosts under `ring run -H`, mpirun, torchrun and srun, but these are '
             f'{job} without them: use on_failure="continue", or {_REMEDY}.'
         )
-    if not shares_memory and policies[0][3] and not has_seats:
+    if not shares_memory and policies[0][3] and not has_slots:
         raise ArgumentError(
             f"max_ranks={policies[0][3]}: jobs grow on one host, and on several under `ring run -H`, but these are "
             f"{job} without it: leave it out."

@@ -40,19 +40,19 @@ def what_was_lost(
     return _who_goes_on(gone, lost, left, job, f", after {seconds * 1e3:.0f} ms")
 
 
-def who_joined(seats: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float, ranks: int) -> str:
+def who_joined(slots: Mapping[int, int], pids: Pids, members: Sequence[int], seconds: float, ranks: int) -> str:
     """The line that tells the user of processes that have joined.
 
     Args:
-        seats: of their world ranks.
+        slots: of their world ranks.
         pids: by world rank.
         members: the world ranks of all, in order.
         seconds: that joining took.
-        ranks: how many the job had at the most before; those with seats beyond take nobody's place.
+        ranks: how many the job had at the most before; those with slots beyond take nobody's place.
     """
     who = " and ".join(
-        f"{_named([rank], pids)} {f'in the place of rank {seat}' if seat < ranks else 'as a further rank'}"
-        for rank, seat in seats.items()
+        f"{_named([rank], pids)} {f'in the place of rank {slot}' if slot < ranks else 'as a further rank'}"
+        for rank, slot in slots.items()
     )
     numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members) if old != new)
     return (

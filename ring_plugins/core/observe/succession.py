@@ -71,7 +71,7 @@ class Succession:
 
     def tick(self, now: float) -> None:
         ranks = self._ranks()
-        if (leader := min(ranks)) != self._leader:  # the oldest process, in whatever seat
+        if (leader := min(ranks)) != self._leader:  # the oldest process, in whatever slot
             self._follow(leader)
         if self._collector is not None:
             self._collector.tick(ranks, now)

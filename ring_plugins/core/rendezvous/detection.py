@@ -20,7 +20,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import exported, mpi, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
-from ring_plugins.core.rendezvous.seats import own_seat
+from ring_plugins.core.rendezvous.slots import own_slot
 
 _DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
     "spawned": spawn.detect,
@@ -71,15 +71,15 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     if not config.LAUNCHER.is_set():
         _check_that_nobody_is_missing(record, ranks)
     _check_that_this_is_the_rank(record)
-    seat = own_seat()
-    if seat is not None and not config.JOINS.is_set():
-        seat.start()
+    slot = own_slot()
+    if slot is not None and not config.JOINS.is_set():
+        slot.start()
     if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
         found = spawn.connect(record, ranks or spawn.spawned_size())
     elif record.kind == "mpi":
         found = mpi.connect(record)
-    elif seat is not None and config.JOINS.is_set():
-        found = tcp.wait_outside(record, seat.read_join_info(), config.JOINS.get())
+    elif slot is not None and config.JOINS.is_set():
+        found = tcp.wait_outside(record, slot.read_join_info(), config.JOINS.get())
     elif record.kind == "rendezvous":
         found = tcp.connect(record, generation)
     else:

@@ -37,7 +37,7 @@ from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kil
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
-from ring_plugins.core.rendezvous.seats import Seats
+from ring_plugins.core.rendezvous.slots import Slots
 
 #: Bytes of a cell: two int64 words (round, length) and a payload.
 _CELL = 8192
@@ -47,7 +47,7 @@ _GRACE = 8.0
 _EXIT = 1.0
 #: More ranks than this for each usable processor are more likely a slip of the hand than a test.
 _CROWDED = 4
-#: In place of the rank of a process that is to wait for a free seat, and the seconds between two of its looks.
+#: In place of the rank of a process that is to wait for a free slot, and the seconds between two of its looks.
 _SPARE, _LOOK = -1, 0.01
 #: At the start of this process.
 _MEMORY_KILLS = memory_kills()
@@ -67,14 +67,14 @@ class _Spawned(NamedTuple):
         rank: of the process, `_SPARE` for a spare.
         size: of the job, as the process is to see it before it has met the others.
         parent: process id of its parent, 0 if that may be another.
-        seats: how many there are.
+        slots: how many there are.
     """
 
     fd: int
     rank: int
     size: int
     parent: int
-    seats: int
+    slots: int
 
     @classmethod
     def read(cls) -> _Spawned:
@@ -89,17 +89,17 @@ class _Spawned(NamedTuple):
         }
 
 
-def child_environment(segment: Segment, rank: int | None, size: int, parent: int, seats: int = 0) -> dict[str, str]:
+def child_environment(segment: Segment, rank: int | None, size: int, parent: int, slots: int = 0) -> dict[str, str]:
     """Environment of a process that becomes a rank and inherits the segment's file.
 
     Args:
-        segment: of `SharedMemoryRendezvous.nbytes(ranks, seats)` bytes.
-        rank: of the process; None for a spare, which gets the seat of a lost rank in `connect`.
-        size: of the job; for a process that joins later, of the seats that are in use then.
+        segment: of `SharedMemoryRendezvous.nbytes(ranks, slots)` bytes.
+        rank: of the process; None for a spare, which gets the slot of a lost rank in `connect`.
+        size: of the job; for a process that joins later, of the slots that are in use then.
         parent: process id that the rank's parent must have, or 0 if the first descendant to arrive is the rank.
-        seats: number of them, if the job may grow beyond its size.
+        slots: number of them, if the job may grow beyond its size.
     """
-    return _Spawned(segment.fd, _SPARE if rank is None else rank, size, parent, max(seats, size)).variables
+    return _Spawned(segment.fd, _SPARE if rank is None else rank, size, parent, max(slots, size)).variables
 
 
 class SharedMemoryRendezvous:
@@ -108,27 +108,27 @@ class SharedMemoryRendezvous:
     Every rank has two cells, for rounds of even and odd number: a rank can be one round ahead of its slowest reader but
     not two.
 
-    The seats lie before the cells: a process that joins later knows their number, but not that of the first ranks.
+    The slots lie before the cells: a process that joins later knows their number, but not that of the first ranks.
 
     Args:
-        segment: of `nbytes(size, seats)` bytes, zeros at first.
+        segment: of `nbytes(size, slots)` bytes, zeros at first.
         rank, size: of this process and of the job.
         children: the spawned processes on rank 0 of a script that spawned its ranks; otherwise empty.
-        seats: number of them, if the job may grow beyond its size.
+        slots: number of them, if the job may grow beyond its size.
     """
 
     def __init__(
-        self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], seats: int = 0
+        self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], slots: int = 0
     ) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self._first_cell = Seats.nbytes(max(seats, size))
-        self.seats = Seats(segment.array[: self._first_cell])
+        self._first_cell = Slots.nbytes(max(slots, size))
+        self.slots = Slots(segment.array[: self._first_cell])
         self._round = 0
 
     @staticmethod
-    def nbytes(size: int, seats: int = 0) -> int:
-        """Bytes of a segment for this many ranks, and seats if there are more."""
-        return Seats.nbytes(max(seats, size)) + 2 * size * _CELL
+    def nbytes(size: int, slots: int = 0) -> int:
+        """Bytes of a segment for this many ranks, and slots if there are more."""
+        return Slots.nbytes(max(slots, size)) + 2 * size * _CELL
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -220,21 +220,21 @@ def spawned_size() -> int:
     return _rendezvous.size if _rendezvous is not None else 0
 
 
-def seats() -> Seats | None:
-    """The seats of the job that this process spawned or joined, None if there is none."""
-    return _rendezvous.seats if _rendezvous is not None else None
+def slots() -> Slots | None:
+    """The slots of the job that this process spawned or joined, None if there is none."""
+    return _rendezvous.slots if _rendezvous is not None else None
 
 
-def number_of_seats() -> int:
+def number_of_slots() -> int:
     """Of the job that has started this process for one of its ranks, 0 if there is none."""
-    return _Spawned.read().seats if config.SPAWNED.is_set() else 0
+    return _Spawned.read().slots if config.SPAWNED.is_set() else 0
 
 
 def _join() -> SharedMemoryRendezvous:
     spawned = fd, rank, size, parent, number = _Spawned.read()
     end_with_parent()
     meets_first_ranks = rank != _SPARE and not config.JOINS.is_set()
-    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Seats.nbytes(number)
+    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Slots.nbytes(number)
     try:
         segment = Segment.inherited(fd, nbytes)
     except SharedMemoryError as error:
@@ -245,9 +245,9 @@ def _join() -> SharedMemoryRendezvous:
     found = SharedMemoryRendezvous(segment, rank, size, [], number)
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
     if rank == _SPARE:
-        has_arrived = found.seats.has_come(config.JOINS.get())
+        has_arrived = found.slots.has_come(config.JOINS.get())
     elif config.JOINS.is_set():
-        has_arrived = found.seats.is_taken(rank)
+        has_arrived = found.slots.is_taken(rank)
     else:
         has_arrived = found.has_arrived(rank)
     if (os.getppid() != parent) if parent else has_arrived:
@@ -257,8 +257,8 @@ def _join() -> SharedMemoryRendezvous:
             "themselves."
         )
     if rank == _SPARE:
-        found.rank = _wait_for_seat(found.seats, config.JOINS.get())
-        found.size = max(size, found.seats.size_until_joined(found.rank))
+        found.rank = _wait_for_slot(found.slots, config.JOINS.get())
+        found.size = max(size, found.slots.size_until_joined(found.rank))
         os.environ |= spawned._replace(rank=found.rank, size=found.size).variables
     return found
 
@@ -267,15 +267,15 @@ def _named(rank: int) -> str:
     return "a spare" if rank == _SPARE else f"rank {rank}"
 
 
-def _wait_for_seat(seats: Seats, world_rank: int) -> int:
-    """Wait as a spare until `ring run`, which ends this process with the job, gives it the seat of a lost rank."""
-    seats.wait_as_spare(world_rank)
+def _wait_for_slot(slots: Slots, world_rank: int) -> int:
+    """Wait as a spare until `ring run`, which ends this process with the job, gives it the slot of a lost rank."""
+    slots.wait_as_spare(world_rank)
     try:
-        while (seat := seats.given(world_rank)) is None:
+        while (slot := slots.given(world_rank)) is None:
             time.sleep(_LOOK)
     except KeyboardInterrupt:  # at which all ranks end, and say so
         sys.exit(128 + signal.SIGINT)
-    return seat
+    return slot
 
 
 #: Where a shell puts what can be read once: `python /dev/stdin < train.py`, `python <(cat train.py)`.
@@ -399,7 +399,7 @@ def wait_for_children(failed: bool) -> int:
     if not codes:
         return 0
     assert _rendezvous is not None
-    rank = first_cause(codes, ended, _rendezvous.seats.has_followed)
+    rank = first_cause(codes, ended, _rendezvous.slots.has_followed)
     if not failed:
         logger.error(f"rank {rank} ended with {ending(codes[rank])}.")
     return as_status(codes[rank])

@@ -80,7 +80,7 @@ def detect() -> LaunchRecord | None:
     """The record that torchrun's variables give; None if one of them is missing."""
     if _missing_variables():
         return None
-    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "ring run" if config.SEAT.is_set() else started_by
+    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "ring run" if config.SLOT.is_set() else started_by
     return LaunchRecord(
         "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
     )
@@ -140,7 +140,7 @@ def wait_outside(record: LaunchRecord, join_info: Mapping[str, Any], world_rank:
 
     Args:
         record: from `detect`.
-        join_info: of this host (core/rendezvous/seats.py).
+        join_info: of this host (core/rendezvous/slots.py).
         world_rank: of this process.
     """
     assert record.rank is not None

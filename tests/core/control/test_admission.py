@@ -13,7 +13,7 @@ from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.elastic.joining import wait_for_call, what_is_awaited
-from ring_plugins.core.rendezvous.seats import Occupant, Seats
+from ring_plugins.core.rendezvous.slots import Occupant, Slots
 
 
 class Peers:
@@ -138,7 +138,7 @@ def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_le
     monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.0)
     said = []
     monkeypatch.setattr(progress_line.logger, "info", said.append)
-    rows, peers = Seats(np.zeros(Seats.nbytes(2), np.uint8)), Peers(monkeypatch, 1)
+    rows, peers = Slots(np.zeros(Slots.nbytes(2), np.uint8)), Peers(monkeypatch, 1)
     rows.take(Occupant(0, 0, peers.own[0].address), as_member=True)
     peers.own[0].tell(17, b'{"newcomers": [3]}')
     found = []

@@ -16,8 +16,8 @@ from ring_plugins.core.net.listener import Listener, Peer
 from tests.core.control.test_mesh import agreed, at_once, kill, meshes, until
 
 __all__ = ["meshes"]
-#: The newcomer takes the seat of a rank that came after rank 1.
-NEW, SEAT = 9, 1.5
+#: The newcomer takes the slot of a rank that came after rank 1.
+NEW, SLOT = 9, 1.5
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def newcomer():
     listener = Listener("127.0.0.1")
     peer = Peer("host9", "127.0.0.1", listener.port)
     listener.open(NEW, {NEW: peer}, "a secret", accepts_all=True)
-    yield Candidate(NEW, listener), listener, MeshPeer("host9", 109, "host9", peer.address, peer.port, SEAT)
+    yield Candidate(NEW, listener), listener, MeshPeer("host9", 109, "host9", peer.address, peer.port, SLOT)
     listener.close()
 
 
@@ -153,7 +153,7 @@ def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(mes
 
     seen = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        newcomer = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SEAT)
+        newcomer = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SLOT)
         found = at_once([*(lambda one=one: admit(*one, newcomer) for one in meshes[:3]), is_told])
     assert found == [None, None, None, []] and seen[0] >= seconds
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4

@@ -19,7 +19,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     elastic = SimpleNamespace(
         mesh=SimpleNamespace(pending=[2]), awaited=frozenset(), agree_on_members=lambda: found.append("here")
     )
-    processes = SimpleNamespace(shares=3, taken_seats={0, 2})
+    processes = SimpleNamespace(shares=3, taken_slots={0, 2})
     communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
     world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator)
     assert joining_between_hosts.admit(world, "here", lost=True, further=False) == ()
@@ -39,7 +39,7 @@ def test_a_newcomer_that_counts_as_lost_ends_since_it_could_never_join(monkeypat
     world = SimpleNamespace(
         world_rank=9,
         share=(1, 3),
-        own_seat=SimpleNamespace(wait_to_join=lambda rank, address: None),
+        own_slot=SimpleNamespace(wait_to_join=lambda rank, address: None),
         transport=SimpleNamespace(address="127.0.0.1", listener=SimpleNamespace(port=1)),
         local_peers=SimpleNamespace(own=SimpleNamespace(address=(1, 2, 3), announce=lambda text: None)),
         processes=SimpleNamespace(entries={9: SimpleNamespace(host="host1", domain="host1")}),

@@ -97,7 +97,7 @@ def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monk
 def test_a_job_with_a_supervisor_on_each_host_grows_as_far_as_ring_run_was_told(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(policy, "own_seat", object)
+    monkeypatch.setattr(policy, "own_slot", object)
     prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
     with pytest.raises(ArgumentError, match=r"max_ranks=4, but .* was not told that the job may grow: start the job"):
         prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
@@ -175,8 +175,8 @@ def test_all_ranks_must_want_it_and_be_able_to():
         ArgumentError, match="works on several hosts under .* srun, but these are 2 ranks on 2 hosts without them"
     ):
         check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts")
-    check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts", has_seats=True)
-    check_policies([(True, 1, True, 4)] * 2, False, True, "2 ranks on 2 hosts", has_seats=True)
+    check_policies([(True, 1, True, 0)] * 2, False, True, "2 ranks on 2 hosts", has_slots=True)
+    check_policies([(True, 1, True, 4)] * 2, False, True, "2 ranks on 2 hosts", has_slots=True)
 
 
 def test_ranks_that_were_started_one_by_one_need_nobody_who_becomes_a_launcher_shim(monkeypatch):

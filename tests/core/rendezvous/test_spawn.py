@@ -16,7 +16,7 @@ from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.core.rendezvous.seats import Occupant
+from ring_plugins.core.rendezvous.slots import Occupant
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from tests.launch import run_ranks
 
@@ -93,7 +93,7 @@ def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
         spawn._join()
 
 
-def test_a_spare_becomes_the_rank_whose_seat_it_gets_and_its_children_do_not(monkeypatch):
+def test_a_spare_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(monkeypatch):
     segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
     monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
     monkeypatch.setattr(Segment, "inherited", lambda *_: segment)
@@ -101,21 +101,21 @@ def test_a_spare_becomes_the_rank_whose_seat_it_gets_and_its_children_do_not(mon
         monkeypatch.setenv(name, value)
     record = spawn.detect()
     assert (record.rank, record.size, os.environ["LOCAL_RANK"]) == (None, 2, "2")
-    seats = SharedMemoryRendezvous(segment, 0, 2, []).seats
+    slots = SharedMemoryRendezvous(segment, 0, 2, []).slots
 
     def give():
-        while not seats.has_come(5):
+        while not slots.has_come(5):
             time.sleep(0.001)
         with pytest.raises(LaunchError, match="inherited RING_SPAWNED from a spare but is not that rank"):
             spawn._join()
-        seats.give(1, 5)
+        slots.give(1, 5)
 
     giving = threading.Thread(target=give)
     giving.start()
     assert spawn._join().rank == 1
     giving.join()
     assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
-    seats.take(Occupant(1, 5, segment.address), as_member=False)
+    slots.take(Occupant(1, 5, segment.address), as_member=False)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join()
 

@@ -1,16 +1,16 @@
-"""Which host has which seat, for seats that `ring add-ranks` has asked for in a job on several hosts.
+"""Which host has which slot, for slots that `ring add-ranks` has asked for in a job on several hosts.
 
-The coordinator in `ring run` keeps one list: the host of each such seat. Whenever the list changes, all supervisors get
-the whole of it. They start processes for the seats of their host, end those for seats that are no longer theirs, and
+The coordinator in `ring run` keeps one list: the host of each such slot. Whenever the list changes, all supervisors get
+the whole of it. They start processes for the slots of their host, end those for slots that are no longer theirs, and
 say which have joined. So they have to agree on nothing but the list.
 
-Two kinds of seats can be given out: those of hosts whose ranks are all lost, and new ones behind all others, up to
-`--max-ranks`. New ones are taken in order on all hosts, since data has no share for a seat that nobody has had. While
+Two kinds of slots can be given out: those of hosts whose ranks are all lost, and new ones behind all others, up to
+`--max-ranks`. New ones are taken in order on all hosts, since data has no share for a slot that nobody has had. While
 the process of one cannot join, all behind it wait. Hence:
 
-- If a host is lost before its process has joined, that seat and all behind it are given out anew, among the hosts that
+- If a host is lost before its process has joined, that slot and all behind it are given out anew, among the hosts that
   are left.
-- If a host gives a seat up, since its script fails again and again, that seat and all behind it are taken back.
+- If a host gives a slot up, since its script fails again and again, that slot and all behind it are taken back.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def world_ranks(host: int, hosts: int | None, used: int) -> range:
     return range(used + host, _FIRST_OF_ADDED, hosts)
 
 
-class FurtherSeat(NamedTuple):
-    """Whose a seat is; may travel as JSON.
+class FurtherSlot(NamedTuple):
+    """Whose a slot is; may travel as JSON.
 
     Attributes:
-        seat: its number.
+        slot: its number.
         host: number of the host.
-        generation: how often it was given out before. The first process of generation 0 has the seat's number for a
+        generation: how often it was given out before. The first process of generation 0 has the slot's number for a
             world rank; all others have numbers of their host's.
     """
 
-    seat: int
+    slot: int
     host: int
     generation: int
 
 
-class FurtherSeats:
-    """Gives out seats.
+class FurtherSlots:
+    """Gives out slots.
 
     Args:
         size: number of ranks at the start.
@@ -68,55 +68,55 @@ class FurtherSeats:
     def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]], publish: Callable[[], object]) -> None:
         self._size, self._most, self._publish = size, max(most, size), publish
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
-        self._hosts, self._again = len(ranks), Counter[int]()  # by host, seats it got that had been given out before
-        self._given: dict[int, FurtherSeat] = {}
+        self._hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that had been given out before
+        self._given: dict[int, FurtherSlot] = {}
         self._generations = Counter(range(size))  # the first ranks have had theirs
         self._in_use = size
-        self._had = set(range(size))  # seats that ever had a member
+        self._had = set(range(size))  # slots that ever had a member
         self._free = set[int]()  # those of them whose hosts are lost
         self._joined = set[int]()  # those of `_given` that have a member, or had one there
 
     def told(self) -> dict[str, Any]:
         """What supervisors need to know; JSON can hold it."""
-        return {"in use": self._in_use, "seats": sorted(self._given.values())}
+        return {"in use": self._in_use, "slots": sorted(self._given.values())}
 
     def of_host(self, host: int) -> list[int]:
-        """The seats of a host."""
-        return sorted([*self._homes.get(host, ()), *(one.seat for one in self._given.values() if one.host == host)])
+        """The slots of a host."""
+        return sorted([*self._homes.get(host, ()), *(one.slot for one in self._given.values() if one.host == host)])
 
     def add(self, number: int, hosts: Mapping[int, str]) -> str:
-        """Give out so many more seats, if there are as many; returns an answer for the user.
+        """Give out so many more slots, if there are as many; returns an answer for the user.
 
         Args:
             number: how many.
-            hosts: numbers and names of those that may get them; each seat goes to one that has the fewest then.
+            hosts: numbers and names of those that may get them; each slot goes to one that has the fewest then.
         """
         if refusal := self.refusal(number):
             return refusal
         given = self._give_out(self._next_ones(number), list(hosts))
         self._publish()
-        told = " and ".join(f"{name_ranks(seats)} on {hosts[host]}" for host, seats in given.items())
+        told = " and ".join(f"{name_ranks(slots)} on {hosts[host]}" for host, slots in given.items())
         where = (
-            " where an epoch begins" if any(seat not in self._had for seats in given.values() for seat in seats) else ""
+            " where an epoch begins" if any(slot not in self._had for slots in given.values() for slot in slots) else ""
         )
         return f"ok: {told} will join{where}"
 
     def refusal(self, number: int) -> str:
-        """Why so many seats cannot be given out, "" if they can."""
+        """Why so many slots cannot be given out, "" if they can."""
         free = len(self._free) + self._most - self._in_use
         return refusal(number, free, self._most, may_grow=self._most > self._size or free > 0)
 
     def refusal_of(self, hosts: Mapping[int, str], number: int) -> str:
-        """Why these hosts cannot have so many more seats, "" if they can.
+        """Why these hosts cannot have so many more slots, "" if they can.
 
         Args:
             hosts: as for `add`.
             number: for which there is no `refusal`.
         """
-        for host, seats in self._divided(self._next_ones(number), list(hosts)).items():
+        for host, slots in self._divided(self._next_ones(number), list(hosts)).items():
             all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)
             left = max(0, len(all_of_host) - self._again[host])
-            wanted = sum(self._generations[seat] > 0 for seat in seats)
+            wanted = sum(self._generations[slot] > 0 for slot in slots)
             if wanted > left:
                 return (
                     f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, not "
@@ -128,56 +128,56 @@ class FurtherSeats:
     def _next_ones(self, number: int) -> list[int]:
         return [*sorted(self._free), *range(self._in_use, self._most)][:number]
 
-    def _divided(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
-        """Which of these seats each host is to have."""
+    def _divided(self, slots: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+        """Which of these slots each host is to have."""
         counts = Counter({host: len(self.of_host(host)) for host in hosts})
         chosen: list[int] = []
-        for _ in seats:
+        for _ in slots:
             chosen.append(min(hosts, key=lambda one: (counts[one], one)))
             counts[chosen[-1]] += 1
         divided: dict[int, list[int]] = {}
-        for seat, host in zip(seats, sorted(chosen), strict=True):  # the ranks of one host follow each other
-            divided.setdefault(host, []).append(seat)
+        for slot, host in zip(slots, sorted(chosen), strict=True):  # the ranks of one host follow each other
+            divided.setdefault(host, []).append(slot)
         return divided
 
-    def _give_out(self, seats: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
-        """Give out seats; returns those of each host."""
-        given = self._divided(seats, hosts)
+    def _give_out(self, slots: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+        """Give out slots; returns those of each host."""
+        given = self._divided(slots, hosts)
         for host, of_host in given.items():
-            for seat in of_host:
-                self._given[seat] = FurtherSeat(seat, host, self._generations[seat])
-                self._again[host] += self._generations[seat] > 0
-                self._generations[seat] += 1
-                self._free.discard(seat)
-                self._in_use = max(self._in_use, seat + 1)
+            for slot in of_host:
+                self._given[slot] = FurtherSlot(slot, host, self._generations[slot])
+                self._again[host] += self._generations[slot] > 0
+                self._generations[slot] += 1
+                self._free.discard(slot)
+                self._in_use = max(self._in_use, slot + 1)
         return given
 
-    def note_joined(self, seats: Sequence[int]) -> None:
-        """The processes of these seats have joined."""
-        self._joined.update(seats)
-        self._had.update(seats)
+    def note_joined(self, slots: Sequence[int]) -> None:
+        """The processes of these slots have joined."""
+        self._joined.update(slots)
+        self._had.update(slots)
 
-    def take_back(self, seat: int) -> None:
-        """A host has given up a seat, whose processes end before they join."""
-        if seat in self._given and seat not in self._joined:
-            self._release(seat)
+    def take_back(self, slot: int) -> None:
+        """A host has given up a slot, whose processes end before they join."""
+        if slot in self._given and slot not in self._joined:
+            self._release(slot)
             self._publish()
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
-        """A host is lost, or all of its ranks are; returns the seats that had not joined, and are given out anew.
+        """A host is lost, or all of its ranks are; returns the slots that had not joined, and are given out anew.
 
         Args:
             host: its number.
             left: numbers of those that get them.
         """
-        mine = [one.seat for one in self._given.values() if one.host == host]
-        waiting = sorted(seat for seat in mine if seat not in self._joined)
+        mine = [one.slot for one in self._given.values() if one.host == host]
+        waiting = sorted(slot for slot in mine if slot not in self._joined)
         self._free.update(self._homes.pop(host, ()))
-        for seat in set(mine) - set(waiting):
-            del self._given[seat]
-            self._joined.discard(seat)
-            self._free.add(seat)
-        again = sorted({other for seat in waiting for other in self._release(seat)})
+        for slot in set(mine) - set(waiting):
+            del self._given[slot]
+            self._joined.discard(slot)
+            self._free.add(slot)
+        again = sorted({other for slot in waiting for other in self._release(slot)})
         if mine:
             self._publish()
         if left and again:
@@ -185,13 +185,13 @@ class FurtherSeats:
             self._publish()
         return again
 
-    def _release(self, seat: int) -> list[int]:
-        """Let nobody have a seat that nobody has joined by, nor any behind it by which the job was to grow."""
-        if seat in self._had:
-            self._free.add(seat)
-            return [seat] if self._given.pop(seat, None) else []
-        released = [one for one in self._given if one >= seat and one not in self._had]
+    def _release(self, slot: int) -> list[int]:
+        """Let nobody have a slot that nobody has joined by, nor any behind it by which the job was to grow."""
+        if slot in self._had:
+            self._free.add(slot)
+            return [slot] if self._given.pop(slot, None) else []
+        released = [one for one in self._given if one >= slot and one not in self._had]
         for one in released:
             del self._given[one]
-        self._in_use = min(self._in_use, seat)
+        self._in_use = min(self._in_use, slot)
         return released

@@ -1,21 +1,21 @@
-"""Which process of a host has which seat, and who waits for one, in shared memory that `ring run` makes.
+"""Which process of a host has which slot, and who waits for one, in shared memory that `ring run` makes.
 
-A *seat* is a place in the order of ranks. At the start of a job seat 3 belongs to rank 3. When that process ends,
-another one may take the seat, and is rank 3 then; its world rank is a new one, as no two processes of a job ever have
+A *slot* is a place in the order of ranks. At the start of a job slot 3 belongs to rank 3. When that process ends,
+another one may take the slot, and is rank 3 then; its world rank is a new one, as no two processes of a job ever have
 the same. Processes that start at different times can only meet in a segment that `ring run` has made. It has one row
-for each seat: the state of the seat's process, its world rank, and the address of its liveness segment. `ring run`
+for each slot: the state of the slot's process, its world rank, and the address of its liveness segment. `ring run`
 reads there how far each process is, and how the end of one is meant.
 
-- **One host** (`Seats`): members of the job and processes that wait to join find each other by the rows. A job that may
-  grow (`max_ranks`) also has rows for seats that nobody has taken yet, behind those of the first ranks.
-- **Several hosts** (`OwnSeat`): each host's supervisor has a segment for the ranks of its host, with rows numbered from
+- **One host** (`Slots`): members of the job and processes that wait to join find each other by the rows. A job that may
+  grow (`max_ranks`) also has rows for slots that nobody has taken yet, behind those of the first ranks.
+- **Several hosts** (`OwnSlot`): each host's supervisor has a segment for the ranks of its host, with rows numbered from
   0. It also holds two JSON values (`SharedJson`). The *join info* is what a new process of this host needs so that the
   members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
   others have joined. A host that has no member yet gets the join info of another host (launcher/added_hosts.py). The
   *remote newcomers* are processes that wait to join on hosts without members, where no member sees them; the supervisor
   writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
-- **Spares** are processes that `ring run` has started before a seat is free. They wait in `init` until they get one.
-  Behind the rows are two integers for each: whether it waits, and the seat that it has got.
+- **Spares** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
+  Behind the rows are two integers for each: whether it waits, and the slot that it has got.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
 #: whose process has ended before the job has, as the others found.
 _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
-#: How the process of a seat said that it ends: it has told the others, or is ended by the failure of one of them; or
+#: How the process of a slot said that it ends: it has told the others, or is ended by the failure of one of them; or
 #: another in its place would end in the same way, instead of joining.
 TOLD, FOLLOWED, HOPELESS = 1, 2, 3
-#: A spare's integers: whether it waits, and one more than the seat that it has got, which may happen before.
+#: A spare's integers: whether it waits, and one more than the slot that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
 _JSON, _WRITES = 256 * 1024, 2.0
 
 
 class Occupant(NamedTuple):
-    """Who has a seat: its world rank, and the address of its liveness segment."""
+    """Who has a slot: its world rank, and the address of its liveness segment."""
 
-    seat: int
+    slot: int
     world_rank: int
     address: Address
 
@@ -65,8 +65,8 @@ class Occupant(NamedTuple):
         return os.path.exists(f"/proc/{pid}/fd/{file}")
 
 
-class Seats:
-    """The rows of all seats, behind one that tells how many are in use, and the integers of spares.
+class Slots:
+    """The rows of all slots, behind one that tells how many are in use, and the integers of spares.
 
     Args:
         memory: `nbytes` of it, zeros to begin with.
@@ -79,7 +79,7 @@ class Seats:
 
     @staticmethod
     def nbytes(number: int) -> int:
-        """Bytes for this many seats."""
+        """Bytes for this many slots."""
         return (1 + number) * _ROW + _SPARES
 
     @property
@@ -114,22 +114,22 @@ class Seats:
     def others_let_join(self, may: bool) -> None:
         self._used[2] = may
 
-    def is_new(self, seat: int) -> bool:
-        """Whether no process with this seat has ever taken part: the job would grow by it."""
-        return not self._rows[seat, _HAD_MEMBER]
+    def is_new(self, slot: int) -> bool:
+        """Whether no process with this slot has ever taken part: the job would grow by it."""
+        return not self._rows[slot, _HAD_MEMBER]
 
-    def size_until_joined(self, seat: int) -> int:
-        """How many ranks a process with this seat is to see until it has joined: as many as there will be with it."""
-        return self.in_use if self.is_new(seat) else int(self._rows[:, _HAD_MEMBER].sum())
+    def size_until_joined(self, slot: int) -> int:
+        """How many ranks a process with this slot is to see until it has joined: as many as there will be with it."""
+        return self.in_use if self.is_new(slot) else int(self._rows[:, _HAD_MEMBER].sum())
 
-    def clear(self, seat: int) -> None:
-        """Free a seat whose process has ended."""
-        self._rows[seat, _STATE] = _EMPTY
-        self._rows[seat, _HAS_TOLD] = 0
+    def clear(self, slot: int) -> None:
+        """Free a slot whose process has ended."""
+        self._rows[slot, _STATE] = _EMPTY
+        self._rows[slot, _HAS_TOLD] = 0
 
     def take(self, occupant: Occupant, as_member: bool) -> None:
-        """Say that this process has a seat, and whether it takes part already or waits for that."""
-        row = self._rows[occupant.seat]
+        """Say that this process has a slot, and whether it takes part already or waits for that."""
+        row = self._rows[occupant.slot]
         row[_STATE] = _EMPTY
         publish()
         row[_WORLD_RANK] = occupant.world_rank
@@ -148,21 +148,21 @@ class Seats:
         """Whether all are told to end, rather than one to leave."""
         return bool(self._spares[0, _HAS_COME])
 
-    def is_taken(self, seat: int) -> bool:
-        """Whether a process has said that this seat is its own."""
-        return bool(self._rows[seat, _STATE] != _EMPTY)
+    def is_taken(self, slot: int) -> bool:
+        """Whether a process has said that this slot is its own."""
+        return bool(self._rows[slot, _STATE] != _EMPTY)
 
-    def leave(self, seat: int) -> None:
+    def leave(self, slot: int) -> None:
         """Say that this process leaves the job before its end, as it was told to."""
-        self._rows[seat, _STATE] = _LEFT
+        self._rows[slot, _STATE] = _LEFT
 
-    def has_left(self, seat: int) -> bool:
-        """Whether the process of a seat has said so."""
-        return bool(self._rows[seat, _STATE] == _LEFT)
+    def has_left(self, slot: int) -> bool:
+        """Whether the process of a slot has said so."""
+        return bool(self._rows[slot, _STATE] == _LEFT)
 
-    def has_joined(self, seat: int, world_rank: int) -> bool:
+    def has_joined(self, slot: int, world_rank: int) -> bool:
         """Whether this process takes part in the job, or did."""
-        row = self._rows[seat]
+        row = self._rows[slot]
         return bool(row[_STATE] in (_MEMBER, _LEFT, _LOST) and row[_WORLD_RANK] == world_rank)
 
     def note_lost(self, world_rank: int) -> None:
@@ -171,46 +171,46 @@ class Seats:
             if row[_STATE] == _MEMBER and row[_WORLD_RANK] == world_rank:
                 row[_STATE] = _LOST
 
-    def is_lost(self, seat: int) -> bool:
-        """Whether the others go on without the process of a seat: even its exit status 0 is no normal end then."""
-        return bool(self._rows[seat, _STATE] == _LOST)
+    def is_lost(self, slot: int) -> bool:
+        """Whether the others go on without the process of a slot: even its exit status 0 is no normal end then."""
+        return bool(self._rows[slot, _STATE] == _LOST)
 
-    def note_end(self, seat: int, how: int = TOLD) -> None:
+    def note_end(self, slot: int, how: int = TOLD) -> None:
         """Say how this process ends, `TOLD`, `FOLLOWED` or `HOPELESS`; the first that is more than `TOLD` counts."""
-        row = self._rows[seat]
+        row = self._rows[slot]
         row[_HAS_TOLD] = max(how, row[_HAS_TOLD])
 
-    def has_followed(self, seat: int) -> bool:
-        """Whether the process of a seat said that another's failure ended it."""
-        return bool(self._rows[seat, _HAS_TOLD] == FOLLOWED)
+    def has_followed(self, slot: int) -> bool:
+        """Whether the process of a slot said that another's failure ended it."""
+        return bool(self._rows[slot, _HAS_TOLD] == FOLLOWED)
 
-    def is_hopeless(self, seat: int) -> bool:
-        """Whether the process of a seat, which has ended, said that others would not join either."""
-        return bool(self._rows[seat, _HAS_TOLD] == HOPELESS)
+    def is_hopeless(self, slot: int) -> bool:
+        """Whether the process of a slot, which has ended, said that others would not join either."""
+        return bool(self._rows[slot, _HAS_TOLD] == HOPELESS)
 
-    def died_silently(self, seat: int) -> bool:
-        """Whether the process of a seat, which has ended, was a member and did not tell the others that it ends."""
-        return bool(self._rows[seat, _STATE] in (_MEMBER, _LOST) and not self._rows[seat, _HAS_TOLD])
+    def died_silently(self, slot: int) -> bool:
+        """Whether the process of a slot, which has ended, was a member and did not tell the others that it ends."""
+        return bool(self._rows[slot, _STATE] in (_MEMBER, _LOST) and not self._rows[slot, _HAS_TOLD])
 
-    def note(self, seat: int, state: int) -> None:
+    def note(self, slot: int, state: int) -> None:
         """Set the state of a process whose memory no other process looks for here."""
-        self._rows[seat, _STATE] = state
+        self._rows[slot, _STATE] = state
 
-    def is_starting(self, seat: int) -> bool:
-        """Whether the process of a seat has called `init`, and waits there."""
-        return bool(self._rows[seat, _STATE] == _STARTING)
+    def is_starting(self, slot: int) -> bool:
+        """Whether the process of a slot has called `init`, and waits there."""
+        return bool(self._rows[slot, _STATE] == _STARTING)
 
-    def has_started(self, seat: int) -> bool:
+    def has_started(self, slot: int) -> bool:
         """Whether it takes part, or did."""
-        return bool(self._rows[seat, _STATE] in (_MEMBER, _LEFT, _CUT_OFF, _LOST))
+        return bool(self._rows[slot, _STATE] in (_MEMBER, _LEFT, _CUT_OFF, _LOST))
 
-    def is_cut_off(self, seat: int) -> bool:
+    def is_cut_off(self, slot: int) -> bool:
         """Whether it ends because others go on without it."""
-        return bool(self._rows[seat, _STATE] == _CUT_OFF)
+        return bool(self._rows[slot, _STATE] == _CUT_OFF)
 
-    def is_waiting(self, seat: int) -> bool:
-        """Whether the process of a seat waits to join, or waited when it ended."""
-        return bool(self._rows[seat, _STATE] == _WAITING)
+    def is_waiting(self, slot: int) -> bool:
+        """Whether the process of a slot waits to join, or waited when it ended."""
+        return bool(self._rows[slot, _STATE] == _WAITING)
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join. This takes a microsecond."""
@@ -234,21 +234,21 @@ class Seats:
         """Whether a spare has said so."""
         return bool(self._spares[world_rank, _HAS_COME])
 
-    def give(self, seat: int, world_rank: int) -> None:
-        """Give a seat to a spare."""
-        self._spares[world_rank, _GIVEN] = seat + 1
+    def give(self, slot: int, world_rank: int) -> None:
+        """Give a slot to a spare."""
+        self._spares[world_rank, _GIVEN] = slot + 1
 
     def given(self, world_rank: int) -> int | None:
-        """The seat that a spare has got, None for none."""
+        """The slot that a spare has got, None for none."""
         return int(self._spares[world_rank, _GIVEN]) - 1 if self._spares[world_rank, _GIVEN] else None
 
     def _in_state(self, state: int) -> list[Occupant]:
         publish()
         found = []
-        for seat, row in enumerate(self._rows.tolist()):
-            publish()  # another process may have taken the seat since
-            if row[_STATE] == state == self._rows[seat, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
-                found.append(Occupant(seat, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
+        for slot, row in enumerate(self._rows.tolist()):
+            publish()  # another process may have taken the slot since
+            if row[_STATE] == state == self._rows[slot, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
+                found.append(Occupant(slot, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
         return found
 
 
@@ -289,11 +289,11 @@ class SharedJson:
             time.sleep(0.001)
 
 
-class OwnSeat:
+class OwnSlot:
     """The row by which a process tells the supervisor of its host how far it is.
 
     Args:
-        text: value of RING_SEAT: the file of the rows, which this process has inherited, their number, and its own row.
+        text: value of RING_SLOT: the file of the rows, which this process has inherited, their number, and its own row.
 
     Raises:
         LaunchError: the process has not inherited that file.
@@ -301,53 +301,53 @@ class OwnSeat:
 
     def __init__(self, text: str) -> None:
         try:
-            fd, number, self._seat = map(int, text.split(":"))
+            fd, number, self._slot = map(int, text.split(":"))
             self._segment = Segment.inherited(fd, self.nbytes(number))
         except (ValueError, SharedMemoryError) as error:
             raise LaunchError(
-                f"{config.SEAT.name}={text!r} is set, but this process did not inherit the file that it names "
+                f"{config.SLOT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._seats, (self._join_info, self._remote_newcomers) = self.parts(self._segment.array)
+        self._slots, (self._join_info, self._remote_newcomers) = self.parts(self._segment.array)
 
     @staticmethod
     def nbytes(number: int) -> int:
         """Bytes of a file with this many rows."""
-        return Seats.nbytes(number) + 2 * _JSON
+        return Slots.nbytes(number) + 2 * _JSON
 
     @staticmethod
-    def parts(memory: Bytes) -> tuple[Seats, tuple[SharedJson, SharedJson]]:
+    def parts(memory: Bytes) -> tuple[Slots, tuple[SharedJson, SharedJson]]:
         """The rows in such a file, the join info, and the remote newcomers."""
-        return Seats(memory[: -2 * _JSON]), (SharedJson(memory[-2 * _JSON : -_JSON]), SharedJson(memory[-_JSON:]))
+        return Slots(memory[: -2 * _JSON]), (SharedJson(memory[-2 * _JSON : -_JSON]), SharedJson(memory[-_JSON:]))
 
     @staticmethod
-    def environment(segment: Segment, number: int, seat: int) -> dict[str, str]:
-        """Environment of a process that has a seat and inherits the file of the rows."""
-        return {config.SEAT.name: f"{segment.fd}:{number}:{seat}"}
+    def environment(segment: Segment, number: int, slot: int) -> dict[str, str]:
+        """Environment of a process that has a slot and inherits the file of the rows."""
+        return {config.SLOT.name: f"{segment.fd}:{number}:{slot}"}
 
     def start(self) -> None:
         """Say that this process waits in `init` for the others."""
-        self._seats.note(self._seat, _STARTING)
+        self._slots.note(self._slot, _STARTING)
 
     def take_part(self, world_rank: int, address: Address) -> None:
         """Say that it is a member of the job; arguments as in `Occupant`."""
-        self._seats.take(Occupant(self._seat, world_rank, address), as_member=True)
+        self._slots.take(Occupant(self._slot, world_rank, address), as_member=True)
 
     def wait_to_join(self, world_rank: int, address: Address) -> None:
         """Say that it waits to become one; arguments as in `Occupant`."""
-        self._seats.take(Occupant(self._seat, world_rank, address), as_member=False)
+        self._slots.take(Occupant(self._slot, world_rank, address), as_member=False)
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
-        return self._seats.has_waiting() or self._seats.num_remote_newcomers > 0
+        return self._slots.has_waiting() or self._slots.num_remote_newcomers > 0
 
     def waiting(self) -> list[Occupant]:
-        """Those that do; their seats are numbers of rows."""
-        return [one for one in self._seats.waiting() if one.is_there()]
+        """Those that do; their slots are numbers of rows."""
+        return [one for one in self._slots.waiting() if one.is_there()]
 
     def members(self) -> list[Occupant]:
-        """The members on this host, as far as they live; their seats are numbers of rows."""
-        return [one for one in self._seats.members() if one.is_there()]
+        """The members on this host, as far as they live; their slots are numbers of rows."""
+        return [one for one in self._slots.members() if one.is_there()]
 
     def write_join_info(self, join_info: dict[str, Any]) -> None:
         """Write the join info; all ranks of the host write the same, and do so again when others have joined.
@@ -370,41 +370,41 @@ class OwnSeat:
 
     def remote_newcomers(self) -> list[dict[str, Any]]:
         """Processes that wait on hosts without members, as their supervisors tell of them."""
-        return list(self._remote_newcomers.read() or ()) if self._seats.num_remote_newcomers else []
+        return list(self._remote_newcomers.read() or ()) if self._slots.num_remote_newcomers else []
 
     @property
     def others_let_join(self) -> bool:
         """Whether the ranks of other hosts may let processes of this one join."""
-        return self._seats.others_let_join
+        return self._slots.others_let_join
 
     def leave(self) -> None:
         """Say that it leaves the job before its end, as it was told to."""
-        self._seats.leave(self._seat)
+        self._slots.leave(self._slot)
 
     def note_end(self, how: int = TOLD) -> None:
-        """As `Seats.note_end`."""
-        self._seats.note_end(self._seat, how)
+        """As `Slots.note_end`."""
+        self._slots.note_end(self._slot, how)
 
     def note_lost(self, world_rank: int) -> None:
-        """As `Seats.note_lost`, of a process of this host."""
-        self._seats.note_lost(world_rank)
+        """As `Slots.note_lost`, of a process of this host."""
+        self._slots.note_lost(world_rank)
 
     @property
     def is_ending(self) -> bool:
-        """As `Seats.is_ending`."""
-        return self._seats.is_ending
+        """As `Slots.is_ending`."""
+        return self._slots.is_ending
 
     def note_cut_off(self) -> None:
         """Say that it ends because others go on without it."""
-        self._seats.note(self._seat, _CUT_OFF)
+        self._slots.note(self._slot, _CUT_OFF)
 
 
 @functools.cache
-def own_seat() -> OwnSeat | None:
-    """The seat that the supervisor of this host has given to this process, None if there is none.
+def own_slot() -> OwnSlot | None:
+    """The slot that the supervisor of this host has given to this process, None if there is none.
 
     Raises:
-        LaunchError: as for `OwnSeat`.
+        LaunchError: as for `OwnSlot`.
     """
     is_another_job = config.LAUNCHER.get() != "rendezvous"  # that of a child of a rank
-    return None if is_another_job or not config.SEAT.is_set() else OwnSeat(config.SEAT.get())
+    return None if is_another_job or not config.SLOT.is_set() else OwnSlot(config.SLOT.get())

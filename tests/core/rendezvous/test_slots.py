@@ -1,0 +1,125 @@
+"""Slots, as `ring run` and the processes of a job see them in shared memory."""
+
+import os
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, Occupant, OwnSlot, Slots, own_slot
+
+
+def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
+    slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
+    first, second = Occupant(1, 1, (100, 5, 4096)), Occupant(1, 3, (200, 6, 4096))
+    assert not slots.is_taken(1) and not slots.has_joined(1, 1)
+    assert slots.number == 3 and slots.in_use == 0 and slots.is_new(1)
+    slots.take(first, as_member=True)
+    slots.take(Occupant(2, 2, (102, 5, 4096)), as_member=True)
+    assert slots.members() == [first, Occupant(2, 2, (102, 5, 4096))]
+    assert slots.is_taken(1) and slots.has_joined(1, 1) and not slots.has_waiting()
+    slots.in_use = 3
+    slots.clear(1)
+    assert slots.in_use == 3 and not slots.is_new(1) and slots.is_new(0)
+    assert not slots.is_taken(1) and not slots.has_joined(1, 1)
+    slots.take(second, as_member=False)
+    assert slots.has_waiting() and slots.waiting() == [second]
+    assert not slots.has_joined(1, 3) and slots.members() == [Occupant(2, 2, (102, 5, 4096))]
+    slots.take(second, as_member=True)
+    assert slots.has_joined(1, 3) and not slots.has_joined(1, 1) and not slots.has_waiting()
+    slots.take(Occupant(0, 4, (300, 6, 4096)), as_member=False)
+    assert slots.is_new(0) and slots.size_until_joined(0) == 3 and slots.size_until_joined(1) == 2
+    slots.clear(0)
+    slots.leave(1)
+    assert slots.has_left(1) and slots.has_joined(1, 3) and second not in slots.members()
+
+
+def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_was_followed_stays_what_it_is():
+    slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
+    for rank in range(3):
+        slots.take(Occupant(rank, rank, (100 + rank, 5, 4096)), as_member=True)
+    slots.leave(0)
+    slots.take(Occupant(2, 7, (107, 5, 4096)), as_member=False)
+    for rank in range(3):
+        slots.note_lost(rank)
+    assert [slots.is_lost(slot) for slot in range(3)] == [False, True, False]
+    assert slots.has_joined(1, 1) and slots.has_started(1) and slots.has_left(0) and slots.has_waiting()
+    assert not slots.members()
+    slots.clear(1)
+    assert not slots.is_lost(1)
+
+
+def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_ends():
+    slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
+    assert not slots.died_silently(0)  # it never was a member
+    slots.take(Occupant(0, 0, (1, 2, 3)), as_member=True)
+    assert slots.died_silently(0)
+    slots.note_lost(0)
+    assert slots.died_silently(0)
+    slots.note_end(0)
+    assert not slots.died_silently(0) and not slots.is_hopeless(0) and not slots.has_followed(0)
+    slots.note_end(0, FOLLOWED)
+    slots.note_end(0)  # as it leaves then
+    assert not slots.died_silently(0) and not slots.is_hopeless(0) and slots.has_followed(0)
+    slots.clear(0)
+    slots.take(Occupant(0, 2, (1, 2, 3)), as_member=False)
+    slots.note_end(0, HOPELESS)
+    assert slots.is_hopeless(0) and not slots.died_silently(0)
+    slots.clear(0)  # for the next process
+    assert not slots.is_hopeless(0)
+
+
+def test_a_spare_waits_until_it_gets_a_slot():
+    slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
+    assert not slots.has_come(4)
+    slots.wait_as_spare(4)
+    assert slots.has_come(4) and slots.given(4) is None and not slots.has_come(3)
+    slots.give(0, 4)
+    assert slots.given(4) == 0 and slots.has_come(4) and not slots.is_taken(0)
+    slots.give(1, 3)  # before it has come
+    assert not slots.has_come(3)
+    slots.wait_as_spare(3)
+    assert slots.given(3) == 1 and slots.has_come(3)
+
+
+def test_a_process_is_there_as_long_as_it_has_its_segment():
+    segment = Segment.create(10)
+    occupant = Occupant(0, 0, segment.address)
+    assert occupant.is_there()
+    segment.close_file()
+    assert not occupant.is_there()
+
+
+def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
+    segment = Segment.create(OwnSlot.nbytes(2))
+    slots, (_, remote_newcomers) = OwnSlot.parts(segment.array)
+    variables = OwnSlot.environment(segment, 2, 1)
+    own_slot.cache_clear()
+    monkeypatch.setenv("RING_SLOT", variables["RING_SLOT"])
+    assert own_slot() is None, "a child of the rank that is a job of its own"
+    own_slot.cache_clear()
+    monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
+    own = OwnSlot(f"{os.dup(segment.fd)}:2:1")
+    own.start()
+    assert slots.is_starting(1) and not slots.has_started(1)
+    with pytest.raises(LaunchError, match="no rank of this host has been a member"):
+        own.read_join_info()
+    own.write_join_info({"address": "10.1.0.2"})
+    assert own.read_join_info() == {"address": "10.1.0.2"}
+    own.take_part(5, segment.address)
+    assert own.members() == [Occupant(1, 5, segment.address)] and not own.has_waiting()
+    assert slots.has_started(1) and not slots.is_starting(1) and not slots.is_cut_off(1)
+    own.note_cut_off()
+    assert slots.has_started(1) and slots.is_cut_off(1) and not slots.has_started(0)
+    assert own.remote_newcomers() == [] and not own.has_waiting() and not own.others_let_join
+    remote_newcomers.write([{"slot": 4}])
+    slots.num_remote_newcomers, slots.others_let_join = 1, True
+    assert own.remote_newcomers() == [{"slot": 4}] and own.has_waiting() and own.others_let_join
+    remote_newcomers.write([])
+    slots.num_remote_newcomers = 0
+    assert own.remote_newcomers() == [] and not own.has_waiting()
+    monkeypatch.setenv("RING_SLOT", "999:2:1")
+    with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
+        own_slot()
+    own_slot.cache_clear()
