@@ -60,7 +60,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def bare_environment() -> dict[str, str]:
-    """The variables of a newcomer's shell: nothing about threads, launchers or backends."""
+    """The variables of a joiner's shell: nothing about threads, launchers or backends."""
     inherited = {name: value for name, value in clean_environment().items() if name == "HOME" or "RUN_AS_ROOT" in name}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return {**inherited, "PATH": path, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -112,10 +112,10 @@ def end_in_round(number: int, when: str) -> None:
 def end_in_round_between_hosts(number: int, when: str) -> None:
     """As `end_in_round`, on several hosts, where the third round is the decision.
 
-    Round 0 is the one in which members call the newcomer, and round 4 that in which all go on together.
-    A member dies "in" that when it has told the others that it has arrived, and a newcomer when it knows of it.
+    Round 0 is the one in which members call the joiner, and round 4 that in which all go on together.
+    A member dies "in" that when it has told the others that it has arrived, and a joiner when it knows of it.
     """
-    of_members, of_newcomer = mesh_admission.MeshAdmission.gather, mesh_admission.Candidate.gather
+    of_members, of_joiner = mesh_admission.MeshAdmission.gather, mesh_admission.Candidate.gather
     arrive, decided = Consensus.arrive, mesh_admission.Candidate.decision
     seen: list[int] = []
     pauses, is_in = when.startswith("pauses"), when.endswith("in")
@@ -136,7 +136,7 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
             end()
         return of_members(self, *args)
 
-    def gather_as_newcomer(self: Any, view: int, round_: int, members: Any, payload: Any = None) -> Any:
+    def gather_as_joiner(self: Any, view: int, round_: int, members: Any, payload: Any = None) -> Any:
         seen.extend([1] * (payload is not None))
         if len(seen) == number and payload is not None:
             if is_in:
@@ -144,9 +144,9 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
                     self._tell(rank, {"view": view, "round": round_, "payload": payload})
                 self._look()
             end()
-        return of_newcomer(self, view, round_, members, payload)
+        return of_joiner(self, view, round_, members, payload)
 
-    def arrive_with_newcomer(self: Any, *args: Any) -> None:
+    def arrive_with_joiner(self: Any, *args: Any) -> None:
         if number == 3 and args[3] and is_in:
             arrive(self, *args)
         if number == 3 and args[3]:
@@ -167,9 +167,9 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
     if number == 4:
         end_around(joining_between_hosts._Agreement, "go_on", end, is_in)
     mesh_admission.MeshAdmission.gather = gather  # type: ignore[method-assign]
-    mesh_admission.Candidate.gather = gather_as_newcomer  # type: ignore[method-assign]
+    mesh_admission.Candidate.gather = gather_as_joiner  # type: ignore[method-assign]
     mesh_admission.Candidate.decision = decision  # type: ignore[method-assign]
-    Consensus.arrive = arrive_with_newcomer  # type: ignore[method-assign]
+    Consensus.arrive = arrive_with_joiner  # type: ignore[method-assign]
 
 
 def end_around(of: Any, name: str, end: Callable[[], object], is_behind: bool) -> None:

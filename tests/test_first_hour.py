@@ -1,4 +1,4 @@
-"""What a newcomer meets in the first hour, started as they would start it: nothing exported, and their own mistakes."""
+"""What a joiner meets in the first hour, started as they would start it: nothing exported, and their own mistakes."""
 
 from __future__ import annotations
 

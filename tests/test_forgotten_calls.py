@@ -1,4 +1,4 @@
-"""A newcomer's first hour: scripts as README has them, typed with nothing exported, and with the classic mistakes.
+"""A joiner's first hour: scripts as README has them, typed with nothing exported, and with the classic mistakes.
 
 The scripts without a mistake are README's own, which tests/test_documentation.py runs. Forgotten callbacks of Keras on
 all backends are in tests/keras/test_broadcast.py.

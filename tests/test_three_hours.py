@@ -1,4 +1,4 @@
-"""Three newcomers' first hours, typed line by line into a shell in which nothing is exported.
+"""Three joiners' first hours, typed line by line into a shell in which nothing is exported.
 
 A Lightning user, a Keras user who comes from Horovod, and the engineer who runs their jobs. Their scripts are those of
 README.md and docs/, as printed. What goes wrong by their own mistakes is in test_first_hour.py and

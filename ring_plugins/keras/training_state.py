@@ -125,7 +125,7 @@ class TrainingState:
     # Helpers ----------------------------------------------------------------------------------------
 
     def _place(self) -> str:
-        """Where the script is, and with what: a second state of a newcomer would keep the values of its first line."""
+        """Where the script is, and with what: a second state of a joiner would keep the values of its first line."""
         return (
             f"TrainingState {self._number} of {_made} made so far, of {', '.join(self._names) or 'no values'} and "
             f"{kind_of_state(*self._parts)}"
@@ -164,7 +164,7 @@ class TrainingState:
         return list(filter(None, map(averaging_of, own)))
 
     def _check_assigned(self) -> None:
-        """On JAX, check that variables have the values of the last steps, which a newcomer is to get.
+        """On JAX, check that variables have the values of the last steps, which a joiner is to get.
 
         Arrays of JAX never change, so a variable that still has the same one was not assigned.
         """

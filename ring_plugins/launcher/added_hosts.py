@@ -8,7 +8,7 @@ find the members of the job, and how these find them:
     a member's  -> coordinator  "join info"
     coordinator -> new host's   "start", with that         it starts the processes, which wait to join
     new host's  -> coordinator  "members"                  how many of them are members, and which wait if none is
-    coordinator -> all          "newcomers"                all such processes; members connect to them
+    coordinator -> all          "joiners"                all such processes; members connect to them
 
 Once the host has a member, that one sees which others wait there. When no host has members any more, nobody can let a
 process join. Then the coordinator says "alone", and the processes that wait end.
@@ -54,7 +54,7 @@ class AddedHosts:
         self.start: Callable[[str, int], subprocess.Popen[bytes]] | None = None
         self.problems_of: Callable[[str, Any], list[str] | None] = lambda host, report: []
         self._asked: Host | None = None  # for its join info
-        self._newcomers: list[Any] = []  # as all supervisors know them
+        self._joiners: list[Any] = []  # as all supervisors know them
         self._is_alone = False  # whether they know that nobody is left who lets others join
 
     def refusal(self, name: str, living: Iterable[str]) -> str:
@@ -98,10 +98,10 @@ class AddedHosts:
             if not self._is_alone:
                 self._is_alone = True
                 self._tell_all("alone", None)
-        newcomers = [one for host in self._hosts if not host.is_over for one in host.newcomers]
-        if newcomers != self._newcomers:
-            self._newcomers = newcomers
-            self._tell_all("newcomers", newcomers)
+        joiners = [one for host in self._hosts if not host.is_over for one in host.joiners]
+        if joiners != self._joiners:
+            self._joiners = joiners
+            self._tell_all("joiners", joiners)
 
     def begin(self, started: Mapping[str, Any], join_info: Any) -> None:
         """Let all hosts begin whose supervisors have come.

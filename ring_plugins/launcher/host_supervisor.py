@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.elastic.join_offers import newcomers_here
+from ring_plugins.core.elastic.join_offers import joiners_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
@@ -90,9 +90,9 @@ class HostRanks:
         self._has_told = False
         self._segment = segment
         self._in_use, self._joined = job.size, list[int]()
-        self._members, self._newcomers = -1, list[dict[str, Any]]()  # as the coordinator knows them
+        self._members, self._joiners = -1, list[dict[str, Any]]()  # as the coordinator knows them
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
-        self._slots, (self._join_info, self._remote_newcomers) = OwnSlot.parts(self._segment.array)
+        self._slots, (self._join_info, self._remote_joiners) = OwnSlot.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out = self._is_out
         supervisor.tell_of_memory = lambda local: _tell_user(
@@ -200,9 +200,9 @@ class HostRanks:
         elif kind == "further" and self._replacements is not None:
             self._in_use, slots = body["in use"], [FurtherSlot(*one) for one in body["slots"]]
             self._replacements.follow([(one.slot, one.generation) for one in slots if one.host == self._job.index])
-        elif kind == "newcomers":
-            self._remote_newcomers.write(body)
-            self._slots.num_remote_newcomers = len(body)
+        elif kind == "joiners":
+            self._remote_joiners.write(body)
+            self._slots.num_remote_joiners = len(body)
         elif kind == "alone":
             self._slots.others_let_join = False
         elif kind == "join info?":
@@ -260,24 +260,24 @@ class HostRanks:
             self._link.send("given back", replacements.given_back.pop())
         if self._slots.others_let_join:
             self._slots.others_let_join = not self._link.is_lost
-            self._tell_of_newcomers()
+            self._tell_of_joiners()
 
-    def _tell_of_newcomers(self) -> None:
+    def _tell_of_joiners(self) -> None:
         """Tell the coordinator how many members there are here, and who waits if there are none."""
         codes = self._codes()
         joined = [local for local, code in enumerate(codes) if code is None and not self._is_out(local)]
-        newcomers = []
-        for one, address, told in newcomers_here(self._slots) if not joined else ():
+        joiners = []
+        for one, address, told in joiners_here(self._slots) if not joined else ():
             if state(one.pid) not in STOPPED:
                 self._stopped.pop(one.pid, None)
-                newcomers.append({"rank": one.rank, "liveness": list(address), **told})
+                joiners.append({"rank": one.rank, "liveness": list(address), **told})
             elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
                 _tell_user(f"process {one.pid}, which was to join as rank {told['slot']}, was stopped. It was killed.")
-        if (len(joined), newcomers) != (self._members, self._newcomers):
-            self._members, self._newcomers = len(joined), newcomers
-            self._link.send("members", {"members": self._members, "newcomers": newcomers})
+        if (len(joined), joiners) != (self._members, self._joiners):
+            self._members, self._joiners = len(joined), joiners
+            self._link.send("members", {"members": self._members, "joiners": joiners})
 
     def _added(self) -> list[int]:
         """The ranks by which the job has grown on this host."""

@@ -70,7 +70,7 @@ class Host:
         added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
         is_added: whether the job has begun without it (added_hosts.py).
-        members, newcomers: how many ranks a host that was added has now, and who waits there if it has none.
+        members, joiners: how many ranks a host that was added has now, and who waits there if it has none.
         has_begun: whether it has been told how to take part.
         login: of one that was added, the process that runs its supervisor, and when that was started.
     """
@@ -84,7 +84,7 @@ class Host:
         self.replaced: dict[int, int] = {}
         self.added: list[int] = []
         self.is_added = self.has_begun = False
-        self.members, self.newcomers = 0, list[Any]()
+        self.members, self.joiners = 0, list[Any]()
         self.login: tuple[subprocess.Popen[bytes], float] | None = None
         self.is_lost = False
 

@@ -292,7 +292,7 @@ class Coordinator:
         elif kind == "joined":
             self._further.note_joined(read_ranks(body))
         elif kind == "members":
-            host.members, host.newcomers = int(body["members"]), list(body["newcomers"])
+            host.members, host.joiners = int(body["members"]), list(body["joiners"])
         elif kind == "join info":
             self.added_hosts.begin(self._started or {}, body)
         elif kind == "given back":

@@ -89,7 +89,7 @@ class TrainingState:
         #: Whether `batches` runs, and over which data; and that of the last one in which `commit` was called.
         self._is_in_epoch, self._data = False, None
         self._trained_on: Any = None
-        #: Whether there is such data, and the number of shares in the last epoch; a newcomer gets the others'.
+        #: Whether there is such data, and the number of shares in the last epoch; a joiner gets the others'.
         self._commits_within, self._shares = False, current().processes.shares
         self._operations_at_join = -1
         #: Calls of `commit` since a process has last joined.
@@ -171,13 +171,13 @@ class TrainingState:
     # Helpers ----------------------------------------------------------------------------------------
 
     def _place(self) -> str:
-        """Which of the script's states this is: a second one of a newcomer would keep the values of its first line."""
+        """Which of the script's states this is: a second one of a joiner would keep the values of its first line."""
         averaged = averaged_orders({name: getattr(self, name) for name in self._names})
         named = ", ".join(self._names) or "nothing"
         return f"TrainingState {self._number} of {_made} made so far, of {named}{averaged}"
 
     def _state(self) -> dict[str, Any]:
-        """All that a newcomer needs; apart from tensors, it shares nothing with the live objects."""
+        """All that a joiner needs; apart from tensors, it shares nothing with the live objects."""
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
         own = ("_batch", "_batches", "_commits_within", "_shares")
@@ -219,7 +219,7 @@ class TrainingState:
         return {**found, "batches": self._batch, "calls of commit": self._commits}
 
     def _compare(self) -> None:
-        """Check that ranks are at the same place: a newcomer that does not use `batches` is in another step.
+        """Check that ranks are at the same place: a joiner that does not use `batches` is in another step.
 
         The next pass of gradients does, if there is one until the next call.
         """

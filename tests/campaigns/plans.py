@@ -209,9 +209,9 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
         when = step if at_once or not faults else drawn.randrange(REPLACING_STEPS - 4)
         barrier = drawn.randint(1, 24 if hosts and point == "reduction" else 3)
         faults.append(Fault(victim, when, point, barrier, drawn.choice(["before", "in"])))
-    for newcomer in range(ranks, ranks + drawn.choice([0, 0, 1, 2]) * len(sizes)):
+    for joiner in range(ranks, ranks + drawn.choice([0, 0, 1, 2]) * len(sizes)):
         point = drawn.choice(NEW_POINTS)
-        faults.append(Fault(newcomer, drawn.randrange(2), point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
+        faults.append(Fault(joiner, drawn.randrange(2), point, drawn.randint(1, 3), drawn.choice(["before", "in"])))
     nodes = ",".join(map(str, sizes)) if hosts else ""
     return Plan(
         seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), nodes=nodes, steps=REPLACING_STEPS,
@@ -307,9 +307,9 @@ def _many_replaced(drawn: random.Random, sizes: Sequence[int]) -> Plan:
         faults.append(_fault_of_replaced(drawn, victim, step, point, hosts))
         step += drawn.choice([0, 0, 1, 2, 3, 4])
     news = drawn.randint(2, NEW_FAULTS) * hosts
-    for newcomer in range(ranks, ranks + news):
-        fault = _fault_of_replaced(drawn, newcomer, drawn.randrange(4), _drawn(drawn, NEW_AT), hosts)
-        if sizes[(newcomer - ranks) % hosts] > 1:  # otherwise nobody is replaced on its host
+    for joiner in range(ranks, ranks + news):
+        fault = _fault_of_replaced(drawn, joiner, drawn.randrange(4), _drawn(drawn, NEW_AT), hosts)
+        if sizes[(joiner - ranks) % hosts] > 1:  # otherwise nobody is replaced on its host
             faults.append(fault)
     stops = LAUNCHED_STOPS[0]
     if drawn.random() < 0.3:

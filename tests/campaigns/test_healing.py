@@ -96,7 +96,7 @@ def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
     assert all(sum(map(int, plan.nodes.split(","))) == plan.ranks for plan in plans)
 
 
-def test_where_ranks_are_replaced_somebody_stays_and_newcomers_die_too():
+def test_where_ranks_are_replaced_somebody_stays_and_joiners_die_too():
     plans = [draw(1, number, ["replaced"]) for number in range(300)]
     assert {fault.point for plan in plans for fault in plan.faults} == {*STEP_POINTS, *NEW_POINTS}
     assert {plan.spares for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}

@@ -26,8 +26,8 @@ from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_pa
 from tests import mortal
 from tests.campaigns.healing_faces import train_keras, train_lightning
 from tests.campaigns.plans import LEAVES, QUIET_STEPS, Plan
+from tests.joiners import wait_for_joiners
 from tests.mortal import die, die_in_barrier, end_in_round
-from tests.newcomers import wait_for_newcomers
 from tests.worker import report
 
 COUNTS = (10, 20_000, 600_000)
@@ -236,7 +236,7 @@ class Loop:
                     request_ranks(number, os.getppid())
             in_use = places.in_use if places is not None else 0
             wanted = set(range(max(self._plan.ranks, in_use)))
-            wait_for_newcomers(wanted.difference(taken()), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
+            wait_for_joiners(wanted.difference(taken()), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
         for point in ("forward", LEAVES, "skipped step"):
             mortal.at(point)
         averaged = self._update()

@@ -545,8 +545,8 @@ class Admissions(JsonTarget):
             called: Any = _Told(0, [data])
             found = joining.Call.of(joining.told_by(called, 17))
             assert found is None or all(isinstance(rank, int) for rank in [found.start, *found.ranks])
-        of_call, of_member, last, of_newcomer, _ = self.seeds[:5]
-        peers: Any = {1: _Told(1, [of_call, of_member, last]), 3: _Told(3, [of_call, of_newcomer, last])}
+        of_call, of_member, last, of_joiner, _ = self.seeds[:5]
+        peers: Any = {1: _Told(1, [of_call, of_member, last]), 3: _Told(3, [of_call, of_joiner, last])}
         peers[rng.choice([1, 3])].rounds[rng.randrange(3)] = data
         communicator: Any = Mock()  # can be a key
         communicator.name, communicator.key, communicator.statistics.operations = "ring", 2, 7
@@ -904,7 +904,7 @@ class SupervisorMessages(JsonTarget):
         messages = [
             ["here", {"host": "host1", "port": 1, "report": None}],
             ["joined", [4]],
-            ["members", {"members": 1, "newcomers": [{"rank": 9, "slot": 4}]}],
+            ["members", {"members": 1, "joiners": [{"rank": 9, "slot": 4}]}],
             ["join info", {"address": "127.0.0.1", "secret": "x"}],
             ["given back", 4],
             ["failed", ends],

@@ -16,8 +16,8 @@ from ring_plugins.core.elastic.handover import fails_alone, hand_over
 from ring_plugins.core.elastic.joining import admit, join
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
+from tests.joiners import wait_for_joiners
 from tests.mortal import end_at, end_in_round
-from tests.newcomers import wait_for_newcomers
 from tests.worker import report
 
 AWAITED, ADDED = float(os.environ.get("TEST_AWAITED", "0")), json.loads(os.environ.get("TEST_ADDED", "null"))
@@ -76,7 +76,7 @@ def main() -> None:
     world, slot = current(), ring.rank()
     is_new, ranks = world.is_joining, int(os.environ["TEST_RANKS"])
     deaths = [(step, point) for of, step, point in json.loads(os.environ["TEST_DEATHS"]) if of == slot]
-    mine = [(step, point.removeprefix("newcomer ")) for step, point in deaths if ("newcomer" in point) == is_new]
+    mine = [(step, point.removeprefix("joiner ")) for step, point in deaths if ("joiner" in point) == is_new]
     if is_new:
         report("came", world.world_rank, slot)
     training = Training()
@@ -90,7 +90,7 @@ def main() -> None:
             begin([point for step, point in mine if step == training.step and not is_new])
             if AWAITED:
                 missing = set(range(ranks)).difference(world.processes.taken_slots)
-                wait_for_newcomers(missing, AWAITED)
+                wait_for_joiners(missing, AWAITED)
             training.take_step(slot)
             time.sleep(0.1 if MOST else 0)
         numbers = ring.all_gather_object(world.world_rank)

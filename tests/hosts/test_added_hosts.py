@@ -22,7 +22,7 @@ def cluster():
 def grow(cluster, deaths, added, where, most=6, awaited=True, remote=(), compares="--no-check"):
     env = {"TEST_ADDED": json.dumps(added), "TEST_WHERE": json.dumps(where), "TEST_MOST": str(most), "TEST_EPOCHS": "4"}
     options = (compares, "--max-ranks", str(most)) if most else (compares,)
-    env = {**env, "TEST_REMOTE_NEWCOMERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
+    env = {**env, "TEST_REMOTE_JOINERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
     result = train(cluster, deaths, env=env, options=options, awaited=awaited)
     slots = [slot for slot in range(8) if "found" in result.reports.get(slot, {})]
     found, own = check(result, slots, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
@@ -37,10 +37,10 @@ ON_HOST3 = {"4": "host3", "5": "host3"}
     "deaths",
     [
         [],
-        [[4, 8, "newcomer now"]],
+        [[4, 8, "joiner now"]],
         [[1, 0, "now"]],
-        *([[4, 0, f"newcomer round {n} {when}"]] for n in (1, 2, 3) for when in ("before", "in")),
-        *([[4, 0, f"newcomer round {n} stopped"]] for n in (1, 2)),
+        *([[4, 0, f"joiner round {n} {when}"]] for n in (1, 2, 3) for when in ("before", "in")),
+        *([[4, 0, f"joiner round {n} stopped"]] for n in (1, 2)),
         *([[victim, 5, f"round {n} in"]] for victim, n in ((0, 2), (3, 3), (2, 1))),
     ],
     ids=str,
@@ -105,7 +105,7 @@ def test_a_fit_of_lightning_grows_on_a_new_host(cluster):
 @pytest.mark.slow
 def test_a_rank_of_that_host_is_replaced_in_a_fit_of_lightning(cluster):
     """In the middle of the second epoch: the schedule, the epoch and what the module keeps are taken over."""
-    result = fit(cluster, of_lightning.GROWS, [[3, 14, "every newcomer now"]])
+    result = fit(cluster, of_lightning.GROWS, [[3, 14, "every joiner now"]])
     found = result.values("found")
     assert found == [found[0]] * 4, str(result)
     weights, history, validated, *sizes = found[0]
@@ -126,7 +126,7 @@ def test_a_job_of_keras_grows_on_a_new_host(cluster, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", of_keras.BACKENDS)
 def test_a_rank_of_that_host_is_replaced_in_a_job_of_keras(cluster, backend):
-    result = fit(cluster, of_keras.GROWS, [[3, 14, "every newcomer now"]], backend)
+    result = fit(cluster, of_keras.GROWS, [[3, 14, "every joiner now"]], backend)
     found = result.values("found")
     assert found == [found[0]] * 4, str(result)
     assert found[0][1][-1] == [0, 1, 2, 3] and [0, 1, 2] in found[0][1] and found[0][2] == 2.0

@@ -63,12 +63,12 @@ def check(result, going_on):
 @pytest.mark.parametrize(
     ("lost", "paused", "going_on"),
     [
-        *((3, [3, 0, f"newcomer round {point}"], FIRST) for point in ("0 pauses-in", "2 pauses-in", "4 pauses-in")),
+        *((3, [3, 0, f"joiner round {point}"], FIRST) for point in ("0 pauses-in", "2 pauses-in", "4 pauses-in")),
         *((3, [0, 3, f"round {point}"], FIRST) for point in ("2 pauses-in", "3 pauses-in")),
         *((3, [2, 3, f"round {point}"], FIRST) for point in ("1 pauses-before", "3 pauses-in")),
         # Until it has joined, host2 has more ranks, and then host1 has as many and the lowest.
-        *((1, [1, 0, f"newcomer round {point}"], SECOND) for point in ("0 pauses-in", "2 pauses-before")),
-        (1, [1, 0, "newcomer round 4 pauses-in"], FIRST),
+        *((1, [1, 0, f"joiner round {point}"], SECOND) for point in ("0 pauses-in", "2 pauses-before")),
+        (1, [1, 0, "joiner round 4 pauses-in"], FIRST),
         (1, [0, 3, "round 2 pauses-before"], SECOND),
         (1, [2, 3, "round 2 pauses-in"], SECOND),
     ],
@@ -85,13 +85,13 @@ def test_one_side_goes_on_after_a_cut(cluster, tmp_path, lost, paused, going_on)
 @pytest.mark.parametrize("lost", [1, 3])
 @pytest.mark.parametrize("point", ["0 pauses-in", "2 pauses-in", "3 pauses-before", "4 pauses-before"])
 def test_the_process_joins_behind_a_short_cut(cluster, tmp_path, lost, point):
-    paused = [lost, 0, f"newcomer round {point}"]
+    paused = [lost, 0, f"joiner round {point}"]
     numbers = check(train(cluster, tmp_path, [[lost, 2, "now"], paused], 0.7), EVERYONE)
     assert numbers[lost] == {1: 4, 3: 5}[lost], "the first one that was started"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paused", [[3, 0, "newcomer round 2 pauses-before"], [0, 3, "round 2 pauses-before"]], ids=str)
+@pytest.mark.parametrize("paused", [[3, 0, "joiner round 2 pauses-before"], [0, 3, "round 2 pauses-before"]], ids=str)
 def test_so_it_does_behind_one_that_is_little_shorter_than_the_network_may_be_silent(cluster, tmp_path, paused):
     """TCP by itself repeats what was lost after 3 s, and then only after 6."""
     with socket.socket() as one:
@@ -110,7 +110,7 @@ def three():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paused", [[4, 0, "newcomer round 2 pauses-before"], [0, 4, "round 0 pauses-before"]], ids=str)
+@pytest.mark.parametrize("paused", [[4, 0, "joiner round 2 pauses-before"], [0, 4, "round 0 pauses-before"]], ids=str)
 def test_further_ranks_join_on_other_hosts_if_theirs_is_cut_off_while_they_join(three, tmp_path, paused):
     env, options = {"TEST_ADDED": json.dumps([3, 2, "host3"]), "TEST_MOST": "6"}, ("--no-check", "--max-ranks", "6")
     result = train(three, tmp_path, [paused], cut="host3", options=options, **env)

@@ -63,9 +63,9 @@ def test_another_process_takes_the_place_of_rank_0(cluster):
     "deaths",
     [
         [[2, 2, "barrier 2 in"], [3, 5, "now"]],
-        [[1, 2, "now"], [0, 6, "now"], [1, 0, "newcomer now"]],
+        [[1, 2, "now"], [0, 6, "now"], [1, 0, "joiner now"]],
         [[3, 2, "SIGTERM"], [0, 5, "now"]],
-        [[3, 2, "now"], [0, 6, "now"]],  # the second newcomer has the lower number
+        [[3, 2, "now"], [0, 6, "now"]],  # the second joiner has the lower number
     ],
     ids=str,
 )
@@ -87,15 +87,15 @@ ROUNDS = [f"round {number} {when}" for number in (1, 2, 3) for when in ("before"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ROUNDS)
-def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(cluster, point):
-    found, _ = check(train(cluster, [[1, 2, "now"], [1, 0, f"newcomer {point}"]]), EVERYONE)
+def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(cluster, point):
+    found, _ = check(train(cluster, [[1, 2, "now"], [1, 0, f"joiner {point}"]]), EVERYONE)
     assert found["numbers"] == [0, 6, 2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(cluster, number):
-    result = train(cluster, [[1, 2, "now"], [1, 0, f"newcomer round {number} stopped"]])
+def test_nobody_waits_long_for_a_joiner_that_is_stopped_while_it_joins(cluster, number):
+    result = train(cluster, [[1, 2, "now"], [1, 0, f"joiner round {number} stopped"]])
     found, _ = check(result, EVERYONE)
     assert found["numbers"] == [0, 6, 2, 3]
     text = "which was to join as rank 4, has not answered for 2 s (stopped?). It was killed, and the"
@@ -188,11 +188,11 @@ def check_grown(result, slots=6):
     ("deaths", "numbers"),
     [
         ([], [0, 1, 2, 3, 4, 5]),
-        ([[4, 8, "newcomer now"], [2, 8, "now"]], None),
-        ([[5, 8, "newcomer now"], [4, 12, "newcomer now"]], None),
+        ([[4, 8, "joiner now"], [2, 8, "now"]], None),
+        ([[5, 8, "joiner now"], [4, 12, "joiner now"]], None),
         ([[1, 0, "now"]], None),
-        *(([[4, 0, f"newcomer round {n} {when}"]], [0, 1, 2, 3, 6, 5]) for n in (1, 2, 3) for when in ("before", "in")),
-        ([[5, 0, "newcomer round 2 stopped"]], [0, 1, 2, 3, 4, 7]),
+        *(([[4, 0, f"joiner round {n} {when}"]], [0, 1, 2, 3, 6, 5]) for n in (1, 2, 3) for when in ("before", "in")),
+        ([[5, 0, "joiner round 2 stopped"]], [0, 1, 2, 3, 4, 7]),
         *(([[victim, 5, f"round {n} in"]], None) for victim, n in ((0, 2), (3, 3), (2, 1))),
     ],
     ids=str,
@@ -213,7 +213,7 @@ def test_a_host_may_get_all_further_ranks_and_then_have_more_than_the_other(clus
     """As docs/healing.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
     where = {str(slot): "host2" for slot in range(4, 8)}
     added = [[0, 1, 2, "host2"], [0, 7, 2, "host2"]]
-    result = grow(cluster, [[6, 11, "newcomer now"]], added=added, where=where, most=8)
+    result = grow(cluster, [[6, 11, "joiner now"]], added=added, where=where, most=8)
     found, own = check_grown(result, 8)
     assert found["ends"][:2] == [6, 10] and result.reports[0]["answer"].startswith("ranks 6, 7 on host2 will join")
     assert own[6]["number"] == 9, "the first one of host2 that has taken a place"

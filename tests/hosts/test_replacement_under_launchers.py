@@ -59,13 +59,13 @@ def test_other_processes_take_the_places_of_lost_ranks(cluster, launcher, deaths
 
 
 @pytest.mark.parametrize("point", ["round 2 before", "round 3 in"])
-def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(cluster, launcher, point):
-    found, _ = check(train(cluster, launcher, [[1, 2, "now"], [1, 0, f"newcomer {point}"]]), EVERYONE)
+def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(cluster, launcher, point):
+    found, _ = check(train(cluster, launcher, [[1, 2, "now"], [1, 0, f"joiner {point}"]]), EVERYONE)
     assert found["numbers"] == [0, 6, 2, 3]
 
 
-def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(cluster, launcher):
-    result = train(cluster, launcher, [[1, 2, "now"], [1, 0, "newcomer round 2 stopped"]])
+def test_nobody_waits_long_for_a_joiner_that_is_stopped_while_it_joins(cluster, launcher):
+    result = train(cluster, launcher, [[1, 2, "now"], [1, 0, "joiner round 2 stopped"]])
     found, _ = check(result, EVERYONE)
     assert found["numbers"] == [0, 6, 2, 3]
     assert "which was to join as rank 4, has not answered for 2 s (stopped?). It was killed, and the" in result.output

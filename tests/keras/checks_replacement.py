@@ -16,7 +16,7 @@ from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback, shard
 from tests.keras.test_replacement import BATCHES, EPOCHS, gradient
 from tests.mortal import die
-from tests.torch.checks_replacement import begin_step, own_deaths, prepare_newcomer, slots_taken
+from tests.torch.checks_replacement import begin_step, own_deaths, prepare_joiner, slots_taken
 from tests.worker import report
 
 UNITS = 300_000  # so that one gradient is large and the other small
@@ -34,7 +34,7 @@ class Follows(keras.callbacks.Callback):
         super().__init__()
         self.ranks, self.slot = ranks, ring.rank()
         self.mine = own_deaths(self.slot, ranks)
-        prepare_newcomer(self.mine)
+        prepare_joiner(self.mine)
         self.epoch, self.step = 0, 0
         self.history: list[Any] = []
         self.rates: list[float] = []

@@ -90,9 +90,9 @@ def test_files_go_on_in_the_new_rank_0(backend, death, tmp_path):
     "deaths",
     [
         [[0, 1, "now"], [1, 1, "now"]],
-        [[0, 1, "barrier 3 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
+        [[0, 1, "barrier 3 in"], [0, 6, "joiner now"], [2, 9, "now"]],
         [[1, 2, "SIGTERM"]],
-        [[0, 1, "now"], [0, 6, "newcomer SIGTERM"]],
+        [[0, 1, "now"], [0, 6, "joiner SIGTERM"]],
     ],
 )
 def test_several_may_be_replaced_at_once_or_in_a_row(backend, deaths):
@@ -100,15 +100,15 @@ def test_several_may_be_replaced_at_once_or_in_a_row(backend, deaths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
-def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
+@pytest.mark.parametrize("point", [f"joiner round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(point):
     _, numbers = check(fit("torch", [[1, 2, "now"], [1, 0, point]]))
     assert numbers[1] == 4
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_cannot_load_the_state_ends_alone_and_the_next_one_joins():
-    result = fit("torch", [[1, 1, "now"], [1, 0, "newcomer load raises"]])
+def test_a_joiner_that_cannot_load_the_state_ends_alone_and_the_next_one_joins():
+    result = fit("torch", [[1, 1, "now"], [1, 0, "joiner load raises"]])
     _, numbers = check(result)
     assert numbers[1] == 4
     assert "KeyError: 'a callback that cannot load'" in result.output

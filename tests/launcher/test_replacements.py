@@ -146,13 +146,13 @@ def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     job.join(1, 1)
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
-    newcomer = job.supervisor.processes[1]
+    joiner = job.supervisor.processes[1]
     job.replacements.tick()
-    assert newcomer.poll() is None
+    assert joiner.poll() is None
     living.kill()
     living.wait()
     job.replacements.tick()
-    assert newcomer.wait(10) == -9
+    assert joiner.wait(10) == -9
 
 
 def test_a_spare_that_waits_gets_the_slot_and_another_is_started(job):

@@ -233,10 +233,10 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         links[0].send("join info", {"address": "10.1.0.1"})
         start = next_of(added, "start")
         assert start["join info"] == {"address": "10.1.0.1"} and start["further"]["slots"] == [[4, 2, 0]]
-        added.send("members", {"members": 0, "newcomers": [{"slot": 4}]})
-        assert next_of(links[1], "newcomers") == [{"slot": 4}]
-        added.send("members", {"members": 1, "newcomers": []})
-        assert next_of(links[1], "newcomers") == []
+        added.send("members", {"members": 0, "joiners": [{"slot": 4}]})
+        assert next_of(links[1], "joiners") == [{"slot": 4}]
+        added.send("members", {"members": 1, "joiners": []})
+        assert next_of(links[1], "joiners") == []
         found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: 255)
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.lightning import RingStrategy
-from tests.newcomers import wait_for_newcomers
+from tests.joiners import wait_for_joiners
 from tests.worker import report
 
 warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ class Model(L.LightningModule):
         world = current()
         if (self.current_epoch, index, world.world_rank) in ((1, 2, 1), (3, 1, 0)):
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_for_newcomers({0, 1, 2} - {world.processes.slots[rank] for rank in world.world_ranks}, 60)
+        wait_for_joiners({0, 1, 2} - {world.processes.slots[rank] for rank in world.world_ranks}, 60)
         loss: torch.Tensor = self.head(self.backbone(batch[0])).square().mean()
         return loss
 

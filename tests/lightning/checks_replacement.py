@@ -25,7 +25,7 @@ from ring_plugins.lightning import RingStrategy
 from tests.lightning.test_replacement import BATCHES, EPOCHS, SEED
 from tests.mortal import die
 from tests.passes import members_of_passes
-from tests.torch.checks_replacement import begin_step, gradient, own_deaths, prepare_newcomer, slots_taken
+from tests.torch.checks_replacement import begin_step, gradient, own_deaths, prepare_joiner, slots_taken
 from tests.worker import report
 
 warnings.simplefilter("ignore")
@@ -62,7 +62,7 @@ class Model(L.LightningModule):
     def setup(self, stage: str) -> None:
         self.slot = current().share[0]
         self.mine = own_deaths(self.slot, self.ranks)
-        prepare_newcomer(self.mine)
+        prepare_joiner(self.mine)
         if current().is_joining:
             with torch.no_grad():
                 self.small.add_(1)  # which the others' state overwrites

@@ -94,11 +94,11 @@ def both(tmp_path, before, model=Model, callbacks=tuple, **options):
     """
     meeting = Meeting(before)
     member = fit(tmp_path, meeting, model(), callbacks(), **options)
-    newcomer = fit(tmp_path, Meeting(before, meeting.place.left), model(), callbacks(), **options)
-    weights = [list(trainer.lightning_module.state_dict().values()) for trainer in (member, newcomer)]
+    joiner = fit(tmp_path, Meeting(before, meeting.place.left), model(), callbacks(), **options)
+    weights = [list(trainer.lightning_module.state_dict().values()) for trainer in (member, joiner)]
     assert all(map(torch.equal, *weights))
-    assert newcomer.global_step == member.global_step
-    return member, newcomer
+    assert joiner.global_step == member.global_step
+    return member, joiner
 
 
 def test_it_goes_on_from_any_batch(tmp_path):
@@ -147,9 +147,9 @@ class Caching(Model):
 
 
 def test_buffers_that_are_not_saved_and_not_those_of_the_first_step(tmp_path):
-    member, newcomer = (dict(one.lightning_module.named_buffers()) for one in both(tmp_path, (1, 2), Caching))
+    member, joiner = (dict(one.lightning_module.named_buffers()) for one in both(tmp_path, (1, 2), Caching))
     assert list(member) == ["made", "grown", "filled", "part.late"]
-    assert {name: buffer.tolist() for name, buffer in newcomer.items()} == {
+    assert {name: buffer.tolist() for name, buffer in joiner.items()} == {
         name: buffer.tolist() for name, buffer in member.items()
     }
 

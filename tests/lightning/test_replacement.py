@@ -105,16 +105,16 @@ def test_a_rank_may_be_lost_between_steps(tmp_path, victim, point):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
-def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(tmp_path, point):
+@pytest.mark.parametrize("point", [f"joiner round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(tmp_path, point):
     _, own = check(fit(tmp_path, [[1, 2, "now"], [1, 0, point]]))
     assert own[1]["number"] == 4
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_cannot_load_the_state_ends_alone_and_the_next_one_joins(tmp_path):
+def test_a_joiner_that_cannot_load_the_state_ends_alone_and_the_next_one_joins(tmp_path):
     """In the place of rank 0: the others take over its logger once more."""
-    result = fit(tmp_path, [[0, 2, "now"], [0, 0, "newcomer load raises"]])
+    result = fit(tmp_path, [[0, 2, "now"], [0, 0, "joiner load raises"]])
     _, own = check(result)
     assert own[0]["number"] == 4
     assert "KeyError: 'a module that cannot load'" in result.output
@@ -136,9 +136,9 @@ def test_so_may_a_member_while_another_process_joins(tmp_path, victim, point):
     "deaths",
     [
         [[0, 2, "now"], [1, 2, "now"]],
-        [[0, 1, "barrier 6 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
+        [[0, 1, "barrier 6 in"], [0, 6, "joiner now"], [2, 9, "now"]],
         [[0, 1, "now"], [1, 3, "now"], [2, 5, "now"]],
-        [[0, 1, "now"], [0, 7, "newcomer SIGTERM"]],
+        [[0, 1, "now"], [0, 7, "joiner SIGTERM"]],
         [[1, 5, "now"], [2, 11, "now"]],
     ],
 )

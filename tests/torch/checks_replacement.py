@@ -1,12 +1,12 @@
 """A training in which other processes take the places of ranks that are killed. Reports what all have in the end.
 
-TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process at that slot, or by the newcomer whose
-number is the next if the point begins with "newcomer", or by every newcomer at that slot if it begins with "every
-newcomer". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
+TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process at that slot, or by the joiner whose
+number is the next if the point begins with "joiner", or by every joiner at that slot if it begins with "every
+joiner". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
 that many seconds. TEST_ADDED says who asks for further ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
 on several hosts the number may be followed by a host, and TEST_WHERE says where the further slots are: {slot: host}.
-TEST_REMOTE_NEWCOMERS has the slots of a lost host for which members wait then.
+TEST_REMOTE_JOINERS has the slots of a lost host for which members wait then.
 """
 
 import json
@@ -30,8 +30,8 @@ from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
+from tests.joiners import wait_for_joiners
 from tests.mortal import die, end_at, end_in_round
-from tests.newcomers import wait_for_newcomers
 from tests.passes import members_of_passes
 from tests.worker import report
 
@@ -48,19 +48,19 @@ def gradient(step: int, slot: int) -> float:
     return 12.0 * ((7 * step + 3 * slot) % 5 - 2)
 
 
-#: Newcomers that fail write their process ids there, if the test waits for so many.
+#: Joiners that fail write their process ids there, if the test waits for so many.
 FAILURES, MOST_FAILURES = Path(os.environ.get("TEST_FAILURES", "")), 5
 
 
 def note_failure() -> None:
-    """Say that this process, a newcomer, is about to fail."""
+    """Say that this process, a joiner, is about to fail."""
     if FAILURES.name:
         with FAILURES.open("a") as file:
             file.write(f"{os.getpid()}\n")
 
 
 def have_all_failed() -> bool:
-    """Whether the last newcomer that `ring run` starts has failed, and `ring run` knows."""
+    """Whether the last joiner that `ring run` starts has failed, and `ring run` knows."""
     pids = FAILURES.read_text().split() if FAILURES.exists() else []
     return len(pids) == MOST_FAILURES and not Path(f"/proc/{pids[-1]}").exists()
 
@@ -72,7 +72,7 @@ HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 #: Who asks for further ranks, and on which hosts these are.
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
 #: Slots that processes on hosts without ranks are to have, for whom members wait when they are asked for.
-REMOTE_NEWCOMERS = set(json.loads(os.environ.get("TEST_REMOTE_NEWCOMERS", "[]")))
+REMOTE_JOINERS = set(json.loads(os.environ.get("TEST_REMOTE_JOINERS", "[]")))
 #: Of a spare that dies while it waits.
 KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 
@@ -84,15 +84,15 @@ def ask(number: int, job: int | None, host: str | None = None) -> str:
         try:
             return request_ranks(number, job, host)
         except LaunchError:
-            if not REMOTE_NEWCOMERS or time.monotonic() > end:
+            if not REMOTE_JOINERS or time.monotonic() > end:
                 raise
             time.sleep(0.02)
 
 
-def remote_newcomers() -> list[int]:
+def remote_joiners() -> list[int]:
     """Slots for which processes wait on hosts without ranks."""
     own = current().own_slot
-    return [one["slot"] for one in own.remote_newcomers()] if own is not None else []
+    return [one["slot"] for one in own.remote_joiners()] if own is not None else []
 
 
 def slots_here(ranks: int, number: int) -> set[int]:
@@ -100,7 +100,7 @@ def slots_here(ranks: int, number: int) -> set[int]:
     places = slots()
     if places is not None:
         return set(range(max(ranks, places.in_use)))
-    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not REMOTE_NEWCOMERS)
+    in_use = ranks + sum(wanted for _, step, wanted, *_ in ADDED if step <= number and not REMOTE_JOINERS)
     known = {f"host{1 + number}" for number in range(HOSTS)} | {WHERE.get(str(slot)) for slot in slots_taken()}
     awaited = {slot for slot in range(ranks, in_use) if WHERE[str(slot)] not in known - {socket.gethostname()}}
     return awaited.union(range(ranks))
@@ -117,17 +117,17 @@ def wait_for_spare() -> None:
 def own_deaths(slot: int, ranks: int) -> list[tuple[int, str]]:
     """The (step, point)s of TEST_DEATHS that are of this process."""
     number, deaths = current().world_rank, json.loads(os.environ["TEST_DEATHS"])
-    mine = [(step, point) for of, step, point in deaths if of == slot and (number >= ranks) == ("newcomer" in point)]
+    mine = [(step, point) for of, step, point in deaths if of == slot and (number >= ranks) == ("joiner" in point)]
     if number > (slot if slot >= ranks else MOST + HOSTS - 1):
         mine = [(step, point.removeprefix("every ")) for step, point in mine if point.startswith("every")]
-    return [(step, point.removeprefix("every ").removeprefix("newcomer ")) for step, point in mine]
+    return [(step, point.removeprefix("every ").removeprefix("joiner ")) for step, point in mine]
 
 
 if "stopped" in os.environ.get("TEST_DEATHS", ""):
     admission._PATIENCE = mesh_admission._PATIENCE = 2.0
 
 
-def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
+def prepare_joiner(mine: list[tuple[int, str]]) -> None:
     """Die, before or while this process joins, if it is one that is to."""
     for _, point in mine:
         if current().is_joining and point.startswith("round"):
@@ -138,12 +138,12 @@ def prepare_newcomer(mine: list[tuple[int, str]]) -> None:
 
 
 def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int = -1) -> None:
-    """Ask for further ranks and die in this step if it is time, and else wait for newcomers if ranks are missing."""
+    """Ask for further ranks and die in this step if it is time, and else wait for joiners if ranks are missing."""
     for by, step, wanted, *host in ADDED:
         if by == slot and step == number and current().world_rank == slot:
             report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), slot)
         end = time.monotonic() + 60
-        while step == number and REMOTE_NEWCOMERS.difference(remote_newcomers()) and time.monotonic() < end:
+        while step == number and REMOTE_JOINERS.difference(remote_joiners()) and time.monotonic() < end:
             time.sleep(0.005)
     for point in [point for step, point in mine if step == number]:
         if point.startswith("round"):
@@ -155,7 +155,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int =
         while not slots().has_waiting() and not have_all_failed():
             time.sleep(0.01)
     if "TEST_AWAITED" in os.environ:
-        wait_for_newcomers(slots_here(ranks, number) - set(slots_taken()), float(os.environ["TEST_AWAITED"]))
+        wait_for_joiners(slots_here(ranks, number) - set(slots_taken()), float(os.environ["TEST_AWAITED"]))
 
 
 class Loads:
@@ -204,7 +204,7 @@ def main() -> None:
     ring.on_membership_change(
         lambda change: changes.append([*map(list, (change.lost, change.left, change.joined)), change.size_before])
     )
-    prepare_newcomer(mine)
+    prepare_joiner(mine)
     points = [point for _, point in mine]
     mean = torch.nn.Parameter(torch.zeros(3 if "load misfits" in points else 2))  # which nobody averages
     if "load has fewer batches" in points:

@@ -187,14 +187,14 @@ def test_rounding_between_hosts_is_no_difference_and_hides_none(hosts, compressi
 def test_updates_are_counted_anew_when_ranks_have_joined():
     """A process that takes a lost rank's place has made none of the updates that the others have made."""
     view = [0]
-    member, newcomer = ComparedOptions(lambda: view[0]), ComparedOptions(lambda: view[0])
-    for options in (member, newcomer):
+    member, joiner = ComparedOptions(lambda: view[0]), ComparedOptions(lambda: view[0])
+    for options in (member, joiner):
         options.follow(lambda: [{"lr": 0.1}])
     member.update()
     member.updates += 3
-    assert differ(shares(member.update(), newcomer.update()))
+    assert differ(shares(member.update(), joiner.update()))
     view[0] = 1
-    assert not differ(shares(member.update(), newcomer.update()))
+    assert not differ(shares(member.update(), joiner.update()))
     assert member.updates == 0
 
 

@@ -95,23 +95,23 @@ def test_a_spare_that_is_killed_while_it_waits_is_replaced_and_so_is_one_that_is
     found, _ = check(result)
     assert found["numbers"] == [0, 4, 2]
     assert "a spare process was killed by SIGKILL (out of memory? `kill -9`?) before it was needed." in result.output
-    found, _ = check(train([[1, 2, "now"], [1, 0, "newcomer round 2 in"]], env={"RING_SPARES": "1"}))
+    found, _ = check(train([[1, 2, "now"], [1, 0, "joiner round 2 in"]], env={"RING_SPARES": "1"}))
     assert found["numbers"] == [0, 4, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [f"newcomer round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
-def test_a_newcomer_may_die_while_it_joins_and_the_next_one_joins(point):
+@pytest.mark.parametrize("point", [f"joiner round {n} {when}" for n in (1, 2, 3) for when in ("before", "in")])
+def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(point):
     found, own = check(train([[1, 2, "now"], [1, 0, point]]))
     assert found["numbers"] == [0, 4, 2]
-    has_joined = point == "newcomer round 3 in"
+    has_joined = point == "joiner round 3 in"
     assert [change[2] for change in own[0]["changes"] if change[2]] == [*[[3]] * has_joined, [4]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_nobody_waits_long_for_a_newcomer_that_is_stopped_while_it_joins(number):
-    result = train([[1, 2, "now"], [1, 0, f"newcomer round {number} stopped"]])
+def test_nobody_waits_long_for_a_joiner_that_is_stopped_while_it_joins(number):
+    result = train([[1, 2, "now"], [1, 0, f"joiner round {number} stopped"]])
     found, _ = check(result)
     assert found["numbers"] == [0, 4, 2]
     assert "which was to join as rank 3, has not answered for 2 s (stopped?). It was killed, and the" in result.output
@@ -143,7 +143,7 @@ def test_so_may_a_member_while_another_process_joins(victim, point):
     "deaths",
     [
         [[0, 2, "now"], [1, 2, "now"]],
-        [[0, 2, "barrier 2 in"], [0, 6, "newcomer now"], [2, 9, "now"]],
+        [[0, 2, "barrier 2 in"], [0, 6, "joiner now"], [2, 9, "now"]],
         [[0, 1, "now"], [1, 3, "now"], [2, 5, "now"]],
         [[1, 0, "now"]],  # before the ranks have compared their weights after their first step
         [[1, 2, "SIGTERM"]],
@@ -167,9 +167,9 @@ GROWING = [sys.executable, "-m", "ring_plugins", "run", "-n", "2", "--on-failure
     ("deaths", "numbers"),
     [
         ([], [0, 1, 2, 3]),
-        ([[2, 7, "newcomer now"], [1, 7, "now"]], None),
-        *(([[2, 0, f"newcomer round {n} {when}"]], [0, 1, 4, 3]) for n in (1, 3) for when in ("before", "in")),
-        ([[3, 0, "newcomer round 2 stopped"]], [0, 1, 2, 4]),
+        ([[2, 7, "joiner now"], [1, 7, "now"]], None),
+        *(([[2, 0, f"joiner round {n} {when}"]], [0, 1, 4, 3]) for n in (1, 3) for when in ("before", "in")),
+        ([[3, 0, "joiner round 2 stopped"]], [0, 1, 2, 4]),
         *(([[victim, 5, f"round {n} in"]], None) for victim, n in ((0, 2), (1, 3))),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_job_grows_from_two_to_four_ranks_whoever_dies_meanwhile(deaths, numbe
     ],
 )
 def test_a_process_that_cannot_load_the_state_ends_alone_and_the_next_one_joins(fault, text):
-    result = train([[1, 2, "now"], [1, 0, f"newcomer {fault}"]])
+    result = train([[1, 2, "now"], [1, 0, f"joiner {fault}"]])
     found, own = check(result)
     assert found["numbers"] == [0, 4, 2]
     assert [change[2] for change in own[0]["changes"] if change[2]] == [[3], [4]]
@@ -218,7 +218,7 @@ def test_a_member_that_cannot_make_the_state_goes_on_and_the_next_one_gives_it()
 @pytest.mark.parametrize("fault", ["raises", "load raises"])
 def test_a_script_that_fails_again_and_again_is_started_a_few_times(fault, tmp_path):
     """Before it joins, or when it has joined. The others wait for all of them."""
-    deaths, env = [[1, 2, "now"], [1, 0, f"every newcomer {fault}"]], {"TEST_FAILURES": str(tmp_path / "failures")}
+    deaths, env = [[1, 2, "now"], [1, 0, f"every joiner {fault}"]], {"TEST_FAILURES": str(tmp_path / "failures")}
     result = train(deaths, awaited=False, env=env)
     found, own = check(result, [0, 2])
     assert found["history"][2:] == [[0, 2]] * (EPOCHS * BATCHES - 2)

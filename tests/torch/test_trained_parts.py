@@ -16,33 +16,33 @@ def network():
 
 
 def test_flags_modes_and_groups_are_taken_over_before_the_optimizer_loads_its_state():
-    member, newcomer = network(), network()
-    for model in (member, newcomer):
+    member, joiner = network(), network()
+    for model in (member, joiner):
         model[0].requires_grad_(False)
     theirs = torch.optim.Adam(filter(lambda p: p.requires_grad, member.parameters()), lr=0.1)
-    ours = torch.optim.Adam(filter(lambda p: p.requires_grad, newcomer.parameters()), lr=0.1)
+    ours = torch.optim.Adam(filter(lambda p: p.requires_grad, joiner.parameters()), lr=0.1)
     member[0].requires_grad_(True)
     theirs.add_param_group({"params": list(member[0].parameters()), "lr": 0.01})
     member[2].bias.requires_grad_(False)
     member[1].eval().track_running_stats = False
     member(torch.ones(3, 4)).sum().backward()
     theirs.step()
-    take_trained_parts({"model": newcomer, "optimizer": ours}, trained_parts({"model": member, "optimizer": theirs}))
+    take_trained_parts({"model": joiner, "optimizer": ours}, trained_parts({"model": member, "optimizer": theirs}))
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    assert [p.requires_grad for p in newcomer.parameters()] == [p.requires_grad for p in member.parameters()]
-    assert not newcomer[1].training and not newcomer[1].track_running_stats and newcomer[0].training
+    assert [p.requires_grad for p in joiner.parameters()] == [p.requires_grad for p in member.parameters()]
+    assert not joiner[1].training and not joiner[1].track_running_stats and joiner[0].training
     assert [group["lr"] for group in ours.param_groups] == [0.1, 0.01]
-    assert [id(p) for p in ours.param_groups[1]["params"]] == [id(p) for p in newcomer[0].parameters()]
+    assert [id(p) for p in ours.param_groups[1]["params"]] == [id(p) for p in joiner[0].parameters()]
     assert str(ours.state_dict()) == str(theirs.state_dict())
 
 
 def test_groups_with_parameters_that_have_no_name_are_refused_with_a_remedy():
-    member, newcomer, nameless = network(), network(), nn.Linear(1, 1)
-    theirs, ours = (torch.optim.SGD(model.parameters(), 0.1) for model in (member, newcomer))
+    member, joiner, nameless = network(), network(), nn.Linear(1, 1)
+    theirs, ours = (torch.optim.SGD(model.parameters(), 0.1) for model in (member, joiner))
     theirs.add_param_group({"params": list(nameless.parameters())})
     told = trained_parts({"model": member, "optimizer": theirs})
     with pytest.raises(MismatchError, match=r"the optimizer 'optimizer' has 2 .* 1 of this .*Add that module to the"):
-        take_trained_parts({"model": newcomer, "optimizer": ours}, told)
+        take_trained_parts({"model": joiner, "optimizer": ours}, told)
     equal = trained_parts({"optimizer": ours})
     take_trained_parts({"optimizer": ours}, equal)  # without any names, as long as the groups are equal
 
@@ -67,15 +67,15 @@ class Masked(nn.Module):
 
 
 def test_buffers_that_are_not_saved_are_taken_over_even_if_they_are_made_later_or_have_grown():
-    member, newcomer = nn.Sequential(Masked(), Masked()), nn.Sequential(Masked(), Masked())
-    count = newcomer[0].count
-    newcomer[0](torch.ones(1, 2))
+    member, joiner = nn.Sequential(Masked(), Masked()), nn.Sequential(Masked(), Masked())
+    count = joiner[0].count
+    joiner[0](torch.ones(1, 2))
     member[0](torch.ones(1, 3))
     member[0](torch.ones(1, 4))
-    take_trained_parts({"model": newcomer}, trained_parts({"model": member}))
-    theirs, ours = dict(member.named_buffers()), dict(newcomer.named_buffers())
+    take_trained_parts({"model": joiner}, trained_parts({"model": member}))
+    theirs, ours = dict(member.named_buffers()), dict(joiner.named_buffers())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert ours["0.count"] is count and ours["0.mask"].shape == (4, 4) and not newcomer.state_dict()
+    assert ours["0.count"] is count and ours["0.mask"].shape == (4, 4) and not joiner.state_dict()
 
 
 #: Rank 1 dies after the others have changed what is trained, and later rank 0; the others wait for those that take
@@ -85,7 +85,7 @@ SCRIPT = """
     import ring_plugins as ring
     from ring_plugins.core.world import current
     from ring_plugins.torch import DistributedOptimizer, GradientAverager, TrainingState
-    from tests.newcomers import wait_for_newcomers
+    from tests.joiners import wait_for_joiners
     from tests.torch.test_trained_parts import network
     from tests.worker import report
 
@@ -113,7 +113,7 @@ SCRIPT = """
                     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
             if (state.epoch, batch, number) in ((1, 2, 1), (3, 1, 0)):
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_for_newcomers({0, 1, 2} - set(current().processes.slots[one] for one in current().world_ranks), 60)
+            wait_for_joiners({0, 1, 2} - set(current().processes.slots[one] for one in current().world_ranks), 60)
             optimizer.zero_grad()
             model(torch.arange(12.0).reshape(3, 4) * (batch + slot + 1)).square().mean().backward()
             optimizer.step()

@@ -52,16 +52,16 @@ def test_the_optimizer_s_state_lies_in_memory_as_the_weights_do_so_that_a_fused_
     monkeypatch,
 ):
     member, theirs = trained(2)
-    newcomer, ours = trained(0)
+    joiner, ours = trained(0)
     found = handed_over({"model": member.state_dict(), "optimizer": theirs.state_dict()}, monkeypatch)
-    newcomer.load_state_dict(found["model"])
+    joiner.load_state_dict(found["model"])
     ours.load_state_dict(found["optimizer"])
     for name in ("exp_avg", "exp_avg_sq"):
-        mine, other = ours.state[newcomer.weight][name], theirs.state[member.weight][name]
-        assert mine.stride() == newcomer.weight.stride() != mine.contiguous().stride() and torch.equal(mine, other)
+        mine, other = ours.state[joiner.weight][name], theirs.state[member.weight][name]
+        assert mine.stride() == joiner.weight.stride() != mine.contiguous().stride() and torch.equal(mine, other)
     train(member, theirs, 1)
-    train(newcomer, ours, 1)
-    assert torch.equal(newcomer.weight, member.weight)
+    train(joiner, ours, 1)
+    assert torch.equal(joiner.weight, member.weight)
 
 
 def test_tensors_with_gaps_and_empty_ones_arrive_without_gaps(monkeypatch):

@@ -23,9 +23,9 @@ that nothing overwrites. What was called in `run_in_line` is repeated as a whole
 `GradientReducer`). In other collectives the shapes depend on the number of ranks; callers that can make new ones use
 `repeated`, and for the rest `MembersLost` ends the job.
 
-**Joining.** Where processes take the places of lost ones, all members and the newcomers map fresh control pages and
+**Joining.** Where processes take the places of lost ones, all members and the joiners map fresh control pages and
 staging buffers, and the parts of shared buffers that each has already (core/control/admission.py). `renew` takes these
-into use, in place. A newcomer makes its communicators while it is alone, in the order of the script, so each has its
+into use, in place. A joiner makes its communicators while it is alone, in the order of the script, so each has its
 counterpart among the members. It may have other shared buffers, though, where members have frozen or unfrozen
 parameters since. If their owner can make them anew (`BufferOwner`), all drop them, and the next operation makes them.
 

@@ -15,15 +15,15 @@ A join takes three rounds:
 
 Who passes the last round, in which nobody reports a problem, takes the new memory into use. Nothing can fail after
 that. Until then the old memory is as it was. So if anyone dies or reports a problem, the members go on as if nobody had
-wanted to join. A newcomer that is left over waits for the next chance.
+wanted to join. A joiner that is left over waits for the next chance.
 
-Members stand still meanwhile, so they do not wait long for a newcomer that is stopped or hangs. They may not just go
+Members stand still meanwhile, so they do not wait long for a joiner that is stopped or hangs. They may not just go
 on: it could write what it has to tell at the last moment, and one member would see it and another would not. So they
 kill it, and then the rule above applies. It is no part of the job yet, and another process takes its place. One that
 stops behind the last round has joined. Members of its host wait until it says that it goes on, or kill it, and then it
 is lost like any other (`begin_together`).
 
-Considered and rejected: mending the groups that exist. A newcomer would have to learn at which barrier they are, and
+Considered and rejected: mending the groups that exist. A joiner would have to learn at which barrier they are, and
 members would use memory in which it may have died.
 """
 
@@ -42,7 +42,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.wait import Wait
 
-#: Seconds for which members wait for a newcomer in a round. It takes milliseconds to map the memory.
+#: Seconds for which members wait for a joiner in a round. It takes milliseconds to map the memory.
 _PATIENCE = 10.0
 #: Seconds between two looks at one that has joined.
 _LOOK = 0.0005
@@ -74,13 +74,13 @@ class Admission:
         own: of this process.
         others: of all others that take part.
         start: number of the round before the first; higher than that of any round before.
-        newcomers: world ranks of those that are to join.
+        joiners: world ranks of those that are to join.
     """
 
-    def __init__(self, own: Liveness, others: Sequence[Liveness], start: int, newcomers: Collection[int] = ()) -> None:
+    def __init__(self, own: Liveness, others: Sequence[Liveness], start: int, joiners: Collection[int] = ()) -> None:
         self._own, self._others = own, list(others)
         self._round, self._began = start, 0.0
-        self._members = {peer.rank for peer in (own, *others)}.difference(newcomers)
+        self._members = {peer.rank for peer in (own, *others)}.difference(joiners)
         self._killed = set[int]()
 
     def gather(self, payload: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -114,11 +114,11 @@ class Admission:
         if missing and set(gone).issuperset(missing):
             raise NotAdmitted("")
         if missing and self._own.rank in self._members and time.monotonic() - self._began > _PATIENCE:
-            self._kill_newcomers([peer for peer in self._others if peer.rank in missing and peer.rank not in gone])
+            self._kill_joiners([peer for peer in self._others if peer.rank in missing and peer.rank not in gone])
         return not missing
 
-    def _kill_newcomers(self, missing: Sequence[Liveness]) -> None:
-        """Kill those that live and are missing, if no member is: a newcomer that works could wait for that one."""
+    def _kill_joiners(self, missing: Sequence[Liveness]) -> None:
+        """Kill those that live and are missing, if no member is: a joiner that works could wait for that one."""
         if not self._members.isdisjoint(peer.rank for peer in missing):
             return
         for peer in missing:

@@ -311,9 +311,9 @@ class LocalPeers:
             text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."
         return PeerFailed(text, rank)
 
-    def add(self, newcomers: Sequence[Liveness]) -> None:
+    def add(self, joiners: Sequence[Liveness]) -> None:
         """Look at processes that have joined, too."""
-        self.others = {**self.others, **{peer.rank: peer for peer in newcomers}}
+        self.others = {**self.others, **{peer.rank: peer for peer in joiners}}
 
     def are_gone(self, ranks: Collection[int]) -> bool:
         """Whether these ranks have all left, failed or died."""

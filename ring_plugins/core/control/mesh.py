@@ -335,16 +335,16 @@ class Mesh:
         """What ranks have told in a round of the admission that the agreement on a view is to end."""
         return {rank: body for (of, round_, rank), body in list(self._told.items()) if (of, round_) == (view, number)}
 
-    def trouble(self, view: int, newcomer: int | None) -> str | None:
+    def trouble(self, view: int, joiner: int | None) -> str | None:
         """Why nobody can join in a view, "" if a process is lost; None as long as it can.
 
         Args:
             view: its number.
-            newcomer: who is to join; None before this rank is connected to it.
+            joiner: who is to join; None before this rank is connected to it.
         """
         with self._lock:
             self._look_at_locks()
-            if self._consensus.lost() or (newcomer is not None and newcomer not in self._connections):
+            if self._consensus.lost() or (joiner is not None and joiner not in self._connections):
                 return ""
         return self._problems.get(view)
 

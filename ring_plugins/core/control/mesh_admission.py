@@ -4,23 +4,23 @@ On one host the rounds of an admission (admission.py) are barriers in memory tha
 last one, or none does. Between hosts a process may die when it has told some and not others. So here the rounds only
 prepare, and nothing of it counts before the members have agreed (consensus.py):
 
-1. Each member connects to the newcomer, which listens since before it says that it waits, and *calls* it: tells it
+1. Each member connects to the joiner, which listens since before it says that it waits, and *calls* it: tells it
    everything that it has to know of the job. The connection authenticates itself, as all do.
 2. Everyone tells all others what it has made for them (`OFFERS`).
 3. Everyone tells all others that it is *ready*: it has mapped and noted all that, and needs nothing more of anybody.
-4. A member that has heard this from all arrives in the agreement on the next view with the newcomer, any other one
-   without. The newcomer is in that view only if no member came without. Each member that learns of the decision tells
-   the newcomer before anybody else can miss it there.
+4. A member that has heard this from all arrives in the agreement on the next view with the joiner, any other one
+   without. The joiner is in that view only if no member came without. Each member that learns of the decision tells
+   the joiner before anybody else can miss it there.
 
 A member that is in trouble tells the others, so that none waits for it, and arrives without. That also interrupts
-those in step 2 or 3. So after each attempt all members are in the next view, with the newcomer or without. If it dies
+those in step 2 or 3. So after each attempt all members are in the next view, with the joiner or without. If it dies
 before the decision, its connections end, and nobody joins. If it dies behind it, it is lost as any member.
 
-A member that once heard nothing from the newcomer's host never takes it for reachable again (consensus.py), also if the
-network comes back before the newcomer has joined, or has learned of it. It says so, the newcomer ends, and its
+A member that once heard nothing from the joiner's host never takes it for reachable again (consensus.py), also if the
+network comes back before the joiner has joined, or has learned of it. It says so, the joiner ends, and its
 successor joins under another number.
 
-A newcomer that stops would keep all members waiting at each step. After some seconds they give up, and those of its
+A joiner that stops would keep all members waiting at each step. After some seconds they give up, and those of its
 host kill it. One that stops behind the decision has joined, and they kill it, too (`admission.begin_together`).
 
 One process joins at a time: two that wait follow each other at once, and need not know of each other before.
@@ -48,12 +48,12 @@ from ring_plugins.core.net.listener import Listener
 
 #: Rounds.
 CALL, OFFERS, READY = range(3)
-#: Seconds for which members wait for a newcomer in a round, on other hosts perhaps longer. It takes milliseconds to map
+#: Seconds for which members wait for a joiner in a round, on other hosts perhaps longer. It takes milliseconds to map
 #: the memory.
 _PATIENCE = 10.0
 #: What a member tells that has waited so long.
 _LATE = "the process that was to join did not answer."
-#: What a member tells for which the newcomer is lost already.
+#: What a member tells for which the joiner is lost already.
 _LOST = "the process that was to join is lost, as its host could not be reached."
 _WHAT = "the admission of a new rank"
 
@@ -62,20 +62,20 @@ class MeshAdmission:
     """A member's part in one attempt to let a process join.
 
     Args:
-        mesh: of this process; `admitting` the newcomer.
-        newcomer: world rank of that.
+        mesh: of this process; `admitting` the joiner.
+        joiner: world rank of that.
         pid: of it, if it is on this host, or else 0.
         view: number of the agreement that ends the attempt.
         wait: waits for the others.
     """
 
-    def __init__(self, mesh: Mesh, newcomer: int, pid: int, view: int, wait: Wait) -> None:
-        self._mesh, self._newcomer, self._pid, self._view, self._wait = mesh, newcomer, pid, view, wait
+    def __init__(self, mesh: Mesh, joiner: int, pid: int, view: int, wait: Wait) -> None:
+        self._mesh, self._joiner, self._pid, self._view, self._wait = mesh, joiner, pid, view, wait
         self._others = [rank for rank in mesh.ranks if rank != mesh.rank]
-        self._alone_since = 0.0  # since when only the newcomer is missing, 0 if others are
+        self._alone_since = 0.0  # since when only the joiner is missing, 0 if others are
 
     def call(self, listener: Listener, body: Mapping[str, Any]) -> None:
-        """Connect to the newcomer, and call it.
+        """Connect to the joiner, and call it.
 
         Raises:
             NotAdmitted: nobody joins.
@@ -85,26 +85,26 @@ class MeshAdmission:
         def is_connected() -> bool:
             self._check(is_connecting=True)
             try:
-                connected = listener.connection(self._newcomer, MESH_TAG, connects=True)
+                connected = listener.connection(self._joiner, MESH_TAG, connects=True)
             except (LaunchError, PeerFailed) as error:
                 raise NotAdmitted(str(error)) from None
             if connected is not None:
-                self._mesh.add(self._newcomer, connected)
+                self._mesh.add(self._joiner, connected)
             return connected is not None
 
-        self._wait.until(is_connected, lambda: [self._newcomer], lambda: _WHAT)
-        self._tell_newcomer(CALL, body)
-        if self._mesh.was_silent(self._newcomer):
+        self._wait.until(is_connected, lambda: [self._joiner], lambda: _WHAT)
+        self._tell_joiner(CALL, body)
+        if self._mesh.was_silent(self._joiner):
             self._mesh.tell_all("admission", {"view": self._view, "problem": _LOST})
             raise NotAdmitted(_LOST)
 
     def gather(self, number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
-        """Exchange what JSON can hold with all members and the newcomer; returns everyone's by world rank.
+        """Exchange what JSON can hold with all members and the joiner; returns everyone's by world rank.
 
         Raises:
             NotAdmitted: nobody joins.
         """
-        mesh, view, awaited = self._mesh, self._view, [*self._others, self._newcomer]
+        mesh, view, awaited = self._mesh, self._view, [*self._others, self._joiner]
         mesh.tell_all("admission", {"view": view, "round": number, "payload": payload})
         self._alone_since = 0.0
 
@@ -115,7 +115,7 @@ class MeshAdmission:
         def have_told() -> bool:
             left = missing()
             if left:
-                if left != [self._newcomer]:
+                if left != [self._joiner]:
                     self._alone_since = 0.0
                 elif not self._alone_since:
                     self._alone_since = time.monotonic()
@@ -126,24 +126,24 @@ class MeshAdmission:
         return {**mesh.told(view, number), mesh.rank: payload}
 
     def give_up(self, listener: Listener) -> None:
-        """Let go of the newcomer, which has not joined."""
+        """Let go of the joiner, which has not joined."""
         listener.close_tag(MESH_TAG)
-        self._mesh.dismiss(self._newcomer)
+        self._mesh.dismiss(self._joiner)
 
-    def _tell_newcomer(self, number: int, payload: Mapping[str, Any]) -> None:
-        self._mesh.tell(self._newcomer, "admission", {"view": self._view, "round": number, "payload": payload})
+    def _tell_joiner(self, number: int, payload: Mapping[str, Any]) -> None:
+        self._mesh.tell(self._joiner, "admission", {"view": self._view, "round": number, "payload": payload})
 
     @property
     def _patience(self) -> float:
         """A network that is away for less than RING_NETWORK_TIMEOUT is no reason to let another host kill a process."""
         peers = self._mesh.peers
         is_killed_by_others = not self._pid and any(
-            peers[rank].domain == peers[self._newcomer].domain for rank in self._others
+            peers[rank].domain == peers[self._joiner].domain for rank in self._others
         )
         return max(_PATIENCE, config.NETWORK_TIMEOUT.get() * is_killed_by_others)
 
     def _check(self, is_connecting: bool = False) -> None:
-        trouble = self._mesh.trouble(self._view, None if is_connecting else self._newcomer)
+        trouble = self._mesh.trouble(self._view, None if is_connecting else self._joiner)
         if trouble is None and self._alone_since and time.monotonic() - self._alone_since > self._patience:
             trouble = _LATE
             self._mesh.tell_all("admission", {"view": self._view, "problem": _LATE})
@@ -151,7 +151,7 @@ class MeshAdmission:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
             logger.warning(
-                f"process {self._pid}, which was to join as rank {self._newcomer}, has not answered for "
+                f"process {self._pid}, which was to join as rank {self._joiner}, has not answered for "
                 f"{self._patience:g} s (stopped?). It was killed, and the other ranks go on without it."
             )
         if trouble is not None:
@@ -159,7 +159,7 @@ class MeshAdmission:
 
 
 class Candidate:
-    """The newcomer's part in all attempts until it has joined.
+    """The joiner's part in all attempts until it has joined.
 
     Args:
         rank: its world rank.

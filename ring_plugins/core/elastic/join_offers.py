@@ -1,4 +1,4 @@
-"""What members and newcomers tell each other before a newcomer joins, and how that is checked and put to use.
+"""What members and joiners tell each other before a joiner joins, and how that is checked and put to use.
 
 On one host (joining.py) and between hosts (joining_between_hosts.py) this is the same. Only the rounds in which they
 exchange it differ.
@@ -23,13 +23,13 @@ class Call(NamedTuple):
 
     Attributes:
         start: number of the round before the first of this attempt.
-        everyone: members and newcomers, in the order of their slots.
-        newcomers: world ranks of those that join.
+        everyone: members and joiners, in the order of their slots.
+        joiners: world ranks of those that join.
     """
 
     start: int
     everyone: list[Occupant]
-    newcomers: list[int]
+    joiners: list[int]
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Call | None:
@@ -38,7 +38,7 @@ class Call(NamedTuple):
             everyone = [
                 Occupant(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
             ]
-            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["newcomers"]])
+            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["joiners"]])
         except _UNREADABLE:
             return None
 
@@ -48,7 +48,7 @@ class Call(NamedTuple):
         return [occupant.world_rank for occupant in self.everyone]
 
 
-def newcomers_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[str, Any]]]:
+def joiners_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[str, Any]]]:
     """Processes of this host that wait to join a job on several hosts, with what each has announced: its slot, too.
 
     Args:
@@ -71,7 +71,7 @@ class Renewal(NamedTuple):
 
     Attributes:
         segments: fresh control pages of the ranks of this host; none where nobody of this host joins.
-        parts: those of each shared buffer, likewise; None if all processes drop theirs, since a newcomer has others.
+        parts: those of each shared buffer, likewise; None if all processes drop theirs, since a joiner has others.
         key, operations: as in `HealingCommunicator.renew`.
     """
 
@@ -82,7 +82,7 @@ class Renewal(NamedTuple):
 
 
 class DifferentScript(NotAdmitted):
-    """A newcomer has come to another place in the script than the members; the text says how that shows."""
+    """A joiner has come to another place in the script than the members; the text says how that shows."""
 
 
 def offer_of(communicator: HealingCommunicator, segment: Segment | None) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _address(found: Any) -> Address:
 
 
 def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
-    """Check that what a process has told has the form of what a member has told, or the part that newcomers have."""
+    """Check that what a process has told has the form of what a member has told, or the part that joiners have."""
     for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
         wanted, value = member[name], found[name]
         if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
@@ -136,13 +136,13 @@ def _checked_offer(found: Any) -> dict[str, Any]:
 
 
 def _check_places(places: Mapping[int, str], call: Call) -> None:
-    """Check that newcomers have come to the place in the script at which the members are.
+    """Check that joiners have come to the place in the script at which the members are.
 
     Raises:
         DifferentScript: one has not, as all find alike.
     """
-    wanted = next(places[rank] for rank in call.ranks if rank not in call.newcomers)
-    for rank in call.newcomers:
+    wanted = next(places[rank] for rank in call.ranks if rank not in call.joiners)
+    for rank in call.joiners:
         if places[rank] != wanted:
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
@@ -156,10 +156,10 @@ def _agreed(
     """The communicators that all have, by creation order, as a member tells of them, and those whose buffers all drop.
 
     Raises:
-        DifferentScript: a newcomer has others than the members, as all find alike.
+        DifferentScript: a joiner has others than the members, as all find alike.
         NotAdmitted: the members' differ, as all find alike.
     """
-    members = [rank for rank in call.ranks if rank not in call.newcomers]
+    members = [rank for rank in call.ranks if rank not in call.joiners]
     # One that a member has dropped is of no use to the others, which have not collected it yet.
     common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
     first = {key: offers[members[0]][key] for key in common}
@@ -168,7 +168,7 @@ def _agreed(
         if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
             raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
     dropped = set[int]()
-    for rank in call.newcomers:
+    for rank in call.joiners:
         found = {key: _shape(offer) for key, offer in offers[rank].items()}
         differ = {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
         if not all(_can_be_made_alike(found.get(key), wanted.get(key)) for key in differ):
@@ -221,11 +221,11 @@ def map_offers(
         NotAdmitted: nobody joins, as all find alike.
         SharedMemoryError: memory could not be mapped, which the others do not find.
     """
-    first_member = next(one for one in call.ranks if one not in call.newcomers)
+    first_member = next(one for one in call.ranks if one not in call.joiners)
     offers: dict[int, dict[int, dict[str, Any]]] = {}
     for one, of_rank in told.items():
         try:
-            _check_like(told[first_member], of_rank, one in call.newcomers)
+            _check_like(told[first_member], of_rank, one in call.joiners)
             offers[one] = {int(key): _checked_offer(offer) for key, offer in of_rank["offers"].items()}
         except _UNREADABLE:
             raise NotAdmitted(f"rank {one} has told what nobody understands.") from None

@@ -6,15 +6,15 @@
    has its counterpart among the members.
 2. **It waits** at the place from which it can go on with the others' state (torch/training_state.py). It says so in the
    row of its slot (rendezvous/slots.py). A member that sees this tells all others in the next pass.
-3. **It joins.** At the end of a step, all members call the processes that wait, the *newcomers*. All of them together
-   exchange what they need (`take_part`, control/admission.py). A newcomer's world rank is beyond those of the start;
+3. **It joins.** At the end of a step, all members call the processes that wait, the *joiners*. All of them together
+   exchange what they need (`take_part`, control/admission.py). A joiner's world rank is beyond those of the start;
    its slot is the lost rank's. So once all slots are taken, everyone has the rank with which the job began.
 
 A job grows in the same way: a further rank takes a slot that nobody has had. As no share of the data belongs to that
 slot yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
 sees is the number of slots in use.
 
-Considered and rejected: to let `init` wait for the others, which would then wait for the newcomer while it loads its
+Considered and rejected: to let `init` wait for the others, which would then wait for the joiner while it loads its
 data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.
 """
 
@@ -44,7 +44,7 @@ from ring_plugins.core.rendezvous.slots import Occupant, Slots
 from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import World, current
 
-#: Seconds between two looks of a newcomer at the members.
+#: Seconds between two looks of a joiner at the members.
 _LOOK = 0.01
 #: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
 _ROUNDS, _ATTEMPTS = 16, 5
@@ -88,15 +88,15 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     entry = {**world.introduction(), "place": place}
     try:
         joined = take_part(call, peers.own, peers.others, world.healing_communicators(), entry)
-    except NotAdmitted:  # the newcomer tells if it does not try again
+    except NotAdmitted:  # the joiner tells if it does not try again
         return ()
     joined.go_on(world)
-    new = [peers.others[rank] for rank in call.newcomers]
+    new = [peers.others[rank] for rank in call.joiners]
     begin_together(new, lambda: [one.world_rank for one in places.members()])
-    if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.newcomers):
+    if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.joiners):
         slot_of, pids = {one.world_rank: one.slot for one in waiting}, world.processes.pids
         logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
-    return tuple(call.newcomers)
+    return tuple(call.joiners)
 
 
 def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
@@ -137,17 +137,17 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
             continue
         joined.go_on(world)
         places.take(own, as_member=True)
-        return tuple(call.newcomers)
+        return tuple(call.joiners)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
 def untold_changes() -> list[MembershipChange]:
-    """Changes that a member's script is yet to be told of; the state that it gives to newcomers lacks them, too."""
+    """Changes that a member's script is yet to be told of; the state that it gives to joiners lacks them, too."""
     return list(current().elastic.changes.untold)
 
 
 def hear_of(changes: Sequence[MembershipChange]) -> None:
-    """In a newcomer, have the script told of changes before it joined, as a member told them.
+    """In a joiner, have the script told of changes before it joined, as a member told them.
 
     All are told at the same place, and equally often. So one that has joined behind another hears of that, too.
     """
@@ -225,7 +225,7 @@ def wait_for_call(own: Occupant, last_round: int, slots: Slots, until: str = "le
                     continue
                 living.append(peer)
                 call = _call_of(peer) if peer.last_round > last_round else None
-                if call is not None and own.world_rank in call.newcomers:
+                if call is not None and own.world_rank in call.joiners:
                     return call
             if not living:
                 return None
@@ -264,7 +264,7 @@ def take_part(
     communicators: Mapping[int, HealingCommunicator],
     entry: Mapping[str, Any],
 ) -> Joined:
-    """Let newcomers join: all that the call names call this at the same place.
+    """Let joiners join: all that the call names call this at the same place.
 
     Args:
         call: who takes part.
@@ -284,7 +284,7 @@ def take_part(
                 peers.append(peer)
             except SharedMemoryError as error:
                 problem = str(error)
-    admission = Admission(own, peers, call.start, call.newcomers)
+    admission = Admission(own, peers, call.start, call.joiners)
     admission.gather({**call._asdict(), "problem": problem})
     segments: dict[int, Segment] = {}
     try:

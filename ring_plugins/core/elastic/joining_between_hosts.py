@@ -6,13 +6,13 @@ joining.py explains this for one host. Several hosts differ in four points:
    job's secret and network, and listens.
 2. The members on its host see it in shared memory, and tell all others.
 3. Every member connects to it. Over these connections all exchange what they have made for each other, and agree on a
-   view of the job that has the newcomer (control/mesh_admission.py).
-4. The newcomer shares memory with the members of its host only. These take fresh memory into use, and all members make
+   view of the job that has the joiner (control/mesh_admission.py).
+4. The joiner shares memory with the members of its host only. These take fresh memory into use, and all members make
    new connections for data, as after a loss.
 
 On a host that has no member, nobody sees a process that waits. Its supervisor tells the coordinator in `ring run`,
-which tells the supervisors of all hosts, and these tell their members: such a process is a *remote newcomer*. From
-point 3 on, all is the same. Considered and rejected: that the newcomer connects to a member and asks. All members that
+which tells the supervisors of all hosts, and these tell their members: such a process is a *remote joiner*. From
+point 3 on, all is the same. Considered and rejected: that the joiner connects to a member and asks. All members that
 it knows of may be lost by then, and it would have to find others.
 """
 
@@ -37,13 +37,13 @@ from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, newcomers_here, offer_of
+from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, joiners_here, map_offers, offer_of
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.net.listener import Peer
 from ring_plugins.core.rendezvous.slots import Occupant
 from ring_plugins.core.world import World
 
-#: Seconds between two looks of a newcomer at the members, and attempts in which it cannot map memory.
+#: Seconds between two looks of a joiner at the members, and attempts in which it cannot map memory.
 _LOOK, _ATTEMPTS = 0.01, 5
 
 
@@ -131,45 +131,45 @@ def _waiting_here(world: World) -> list[_Process]:
             one.rank, told["slot"], address, world.processes.node_here(told["slot"]),
             mine.host, one.pid, mine.domain, told["address"], told["port"],
         )
-        for one, address, told in newcomers_here(slot)
+        for one, address, told in joiners_here(slot)
     ]  # fmt: skip
     elsewhere = [
         _Process(
             one["rank"], one["slot"], tuple(one["liveness"]), one["domain"],
             quoted(one["host"], 64), one["liveness"][0], one["domain"], one["address"], one["port"],
         )
-        for one in slot.remote_newcomers()
+        for one in slot.remote_joiners()
     ]  # fmt: skip
     return here + [one for one in elsewhere if one.domain != mine.domain]
 
 
-def _admit_one(world: World, newcomer: _Process, join_point: _JoinPoint) -> bool:
+def _admit_one(world: World, joiner: _Process, join_point: _JoinPoint) -> bool:
     """Let a process join; returns whether it has."""
     mesh, transport, slot = _mesh(world), world.transport, world.own_slot
     assert slot is not None
     assert transport is not None
     everyone = [_process_of(world, rank) for rank in world.world_ranks]
-    is_near = newcomer.domain == mesh.peers[mesh.rank].domain
-    is_of_this_supervisor = newcomer.rank in [one.world_rank for one in slot.waiting()]
+    is_near = joiner.domain == mesh.peers[mesh.rank].domain
+    is_of_this_supervisor = joiner.rank in [one.world_rank for one in slot.waiting()]
     wait = Wait("admission", world.failure_detector)
-    admission = MeshAdmission(mesh, newcomer.rank, newcomer.pid if is_near else 0, mesh.view + 1, wait)
-    transport.add(newcomer.rank, Peer(newcomer.host, newcomer.address, newcomer.port))
-    told = {"everyone": everyone, "newcomer": newcomer, "join_point": join_point, "announced": mesh.announced}
+    admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, mesh.view + 1, wait)
+    transport.add(joiner.rank, Peer(joiner.host, joiner.address, joiner.port))
+    told = {"everyone": everyone, "joiner": joiner, "join_point": join_point, "announced": mesh.announced}
     agreement: _Agreement | None = None
     try:
-        with mesh.admitting(newcomer.rank, newcomer.mesh_peer):
+        with mesh.admitting(joiner.rank, joiner.mesh_peer):
             admission.call(transport.listener, told)
-            agreement = _prepare(world, everyone, newcomer, join_point.place, admission.gather)
-    except NotAdmitted:  # the newcomer tells if it does not try again
+            agreement = _prepare(world, everyone, joiner, join_point.place, admission.gather)
+    except NotAdmitted:  # the joiner tells if it does not try again
         pass
-    world.elastic.agree_on_members(joining=[newcomer.rank] if agreement is not None else ())
-    if newcomer.rank not in mesh.joined:
+    world.elastic.agree_on_members(joining=[joiner.rank] if agreement is not None else ())
+    if joiner.rank not in mesh.joined:
         admission.give_up(transport.listener)
         return False
     assert agreement is not None
     agreement.go_on(world)
     if is_of_this_supervisor:
-        peer = world.local_peers.others[newcomer.rank]
+        peer = world.local_peers.others[joiner.rank]
         begin_together([peer], lambda: [one.world_rank for one in slot.members()])
     return True
 
@@ -254,7 +254,7 @@ def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, A
     transport = world.transport
     assert transport is not None
     try:
-        everyone, newcomer = [_Process(*one) for one in call["everyone"]], _Process(*call["newcomer"])
+        everyone, joiner = [_Process(*one) for one in call["everyone"]], _Process(*call["joiner"])
         announced = {int(rank): dict(address) for rank, address in call["announced"].items()}
         _JoinPoint(*call["join_point"])
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -266,11 +266,11 @@ def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, A
         return told
 
     candidate.gather(view, CALL, members)  # all have connected
-    agreement = _prepare(world, everyone, newcomer, place, gather)
+    agreement = _prepare(world, everyone, joiner, place, gather)
     decision = candidate.decision(view, members)
     for one in everyone:
         transport.add(one.rank, Peer(one.host, one.address, one.port))
-    peers = {one.rank: one.mesh_peer for one in (*everyone, newcomer) if one.rank in decision.members}
+    peers = {one.rank: one.mesh_peer for one in (*everyone, joiner) if one.rank in decision.members}
     mesh = Mesh(
         world.world_rank, peers, transport.listener, world.local_peers, world.min_ranks, view, decision.committed
     )
@@ -325,26 +325,26 @@ class _Agreement:
 def _prepare(
     world: World,
     members: Sequence[_Process],
-    newcomer: _Process,
+    joiner: _Process,
     place: str,
     gather: Callable[[int, Mapping[str, Any]], dict[int, Any]],
 ) -> _Agreement:
-    """Exchange with all members and the newcomer what each has made for the others, and map it.
+    """Exchange with all members and the joiner what each has made for the others, and map it.
 
     Raises:
-        NotAdmitted: the newcomer does not join now.
+        NotAdmitted: the joiner does not join now.
     """
-    processes = sorted([*members, newcomer], key=lambda one: one.slot)
+    processes = sorted([*members, joiner], key=lambda one: one.slot)
     own = next(one for one in processes if one.rank == world.world_rank)
     occupants = [Occupant(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
-    call = Call(0, occupants, [newcomer.rank])
+    call = Call(0, occupants, [joiner.rank])
     here = [one.rank for one in processes if one.node == own.node]
-    is_here = newcomer.rank in here
+    is_here = joiner.rank in here
     communicators = world.healing_communicators()
     try:
         segments = {key: create_segment() for key in communicators} if is_here else {}
         near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]
-        new = near if world.is_joining else [one for one in near if one is newcomer]
+        new = near if world.is_joining else [one for one in near if one is joiner]
         peers = [Liveness.open((one.liveness[0], one.liveness[1], one.liveness[2]), one.rank) for one in new]
     except SharedMemoryError as error:
         raise NotAdmitted(f"rank {own.rank} {error}") from None

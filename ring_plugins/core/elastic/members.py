@@ -34,7 +34,7 @@ from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
-from ring_plugins.core.elastic.join_offers import newcomers_here
+from ring_plugins.core.elastic.join_offers import joiners_here
 from ring_plugins.core.elastic.notice import TERMINATED, Notice
 from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
@@ -243,7 +243,7 @@ class Elastic:
     @property
     def wants_change(self) -> bool:
         """Whether this process was told to end, or sees that others wait to join: all ranks are to know."""
-        return self.notice.given or bool(self._sees_newcomers())
+        return self.notice.given or bool(self._sees_joiners())
 
     @property
     def is_awaited(self) -> bool:
@@ -261,7 +261,7 @@ class Elastic:
         places, is_new = slots(), self._processes.is_further
         return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.slot)))
 
-    def _sees_newcomers(self) -> set[int]:
+    def _sees_joiners(self) -> set[int]:
         """Slots of processes that wait to join, and of which not all ranks know yet."""
         places = (slots() or self.slot) if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
@@ -269,9 +269,9 @@ class Elastic:
         if isinstance(places, OwnSlot):
             waiting = {one.world_rank for one in places.waiting()}
             if not waiting <= self._slots_here.keys():  # one that waits for the next epoch is seen in each step
-                self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in newcomers_here(places)}
+                self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in joiners_here(places)}
             seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
-            elsewhere = {int(one["slot"]) for one in places.remote_newcomers()}.difference(self._processes.taken_slots)
+            elsewhere = {int(one["slot"]) for one in places.remote_joiners()}.difference(self._processes.taken_slots)
             return (seen | elsewhere) - self.awaited
         return {one.slot for one in places.waiting()} - self.awaited
 
@@ -285,7 +285,7 @@ class Elastic:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
         began, processes = time.monotonic(), self._processes
-        own = (processes.own if self.notice.given else None, self._sees_newcomers())
+        own = (processes.own if self.notice.given else None, self._sees_joiners())
         asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.awaited = self.awaited.union(*seen)
         leaving = [rank for rank in asked if rank is not None]

@@ -12,7 +12,7 @@ reads there how far each process is, and how the end of one is meant.
   0. It also holds two JSON values (`SharedJson`). The *join info* is what a new process of this host needs so that the
   members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
   others have joined. A host that has no member yet gets the join info of another host (launcher/added_hosts.py). The
-  *remote newcomers* are processes that wait to join on hosts without members, where no member sees them; the supervisor
+  *remote joiners* are processes that wait to join on hosts without members, where no member sees them; the supervisor
   writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
 - **Spares** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
   Behind the rows are two integers for each: whether it waits, and the slot that it has got.
@@ -97,12 +97,12 @@ class Slots:
         self._used[0] = number
 
     @property
-    def num_remote_newcomers(self) -> int:
+    def num_remote_joiners(self) -> int:
         """On one of several hosts, how many processes wait on hosts that have no members."""
         return int(self._used[1])
 
-    @num_remote_newcomers.setter
-    def num_remote_newcomers(self, number: int) -> None:
+    @num_remote_joiners.setter
+    def num_remote_joiners(self, number: int) -> None:
         self._used[1] = number
 
     @property
@@ -308,7 +308,7 @@ class OwnSlot:
                 f"{config.SLOT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._slots, (self._join_info, self._remote_newcomers) = self.parts(self._segment.array)
+        self._slots, (self._join_info, self._remote_joiners) = self.parts(self._segment.array)
 
     @staticmethod
     def nbytes(number: int) -> int:
@@ -317,7 +317,7 @@ class OwnSlot:
 
     @staticmethod
     def parts(memory: Bytes) -> tuple[Slots, tuple[SharedJson, SharedJson]]:
-        """The rows in such a file, the join info, and the remote newcomers."""
+        """The rows in such a file, the join info, and the remote joiners."""
         return Slots(memory[: -2 * _JSON]), (SharedJson(memory[-2 * _JSON : -_JSON]), SharedJson(memory[-_JSON:]))
 
     @staticmethod
@@ -339,7 +339,7 @@ class OwnSlot:
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
-        return self._slots.has_waiting() or self._slots.num_remote_newcomers > 0
+        return self._slots.has_waiting() or self._slots.num_remote_joiners > 0
 
     def waiting(self) -> list[Occupant]:
         """Those that do; their slots are numbers of rows."""
@@ -368,9 +368,9 @@ class OwnSlot:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
         return found
 
-    def remote_newcomers(self) -> list[dict[str, Any]]:
+    def remote_joiners(self) -> list[dict[str, Any]]:
         """Processes that wait on hosts without members, as their supervisors tell of them."""
-        return list(self._remote_newcomers.read() or ()) if self._slots.num_remote_newcomers else []
+        return list(self._remote_joiners.read() or ()) if self._slots.num_remote_joiners else []
 
     @property
     def others_let_join(self) -> bool:

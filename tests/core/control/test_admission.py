@@ -20,12 +20,12 @@ class Peers:
     """Liveness segments of some ranks in one process, of which none ever looks dead: the process has all locks."""
 
     def __init__(self, monkeypatch, count):
-        self.dead, self.newcomers = set(), ()
+        self.dead, self.joiners = set(), ()
         self.own = [Liveness.create(rank) for rank in range(count)]
         monkeypatch.setattr(Liveness, "has_died", lambda one: one.rank in self.dead)
 
     def admission(self, rank):
-        return Admission(self.own[rank], [one for one in self.own if one.rank != rank], 32, self.newcomers)
+        return Admission(self.own[rank], [one for one in self.own if one.rank != rank], 32, self.joiners)
 
     def run(self, *functions):
         """What the function of each rank returns, or the text of the `NotAdmitted` that it raises."""
@@ -88,7 +88,7 @@ def test_one_that_is_gone_keeps_all_from_going_on_unless_it_has_told(monkeypatch
     assert peers.run(gather, gather, None)[:2] == [told] * 2
 
 
-def test_a_newcomer_that_does_not_answer_is_killed_and_a_member_is_not(monkeypatch):
+def test_a_joiner_that_does_not_answer_is_killed_and_a_member_is_not(monkeypatch):
     peers, killed = Peers(monkeypatch, 3), []
 
     def kill(pid, number):
@@ -97,7 +97,7 @@ def test_a_newcomer_that_does_not_answer_is_killed_and_a_member_is_not(monkeypat
 
     monkeypatch.setattr(admission.os, "kill", kill)
     monkeypatch.setattr(admission, "_PATIENCE", 0.1)
-    peers.newcomers = (2,)
+    peers.joiners = (2,)
     gather = lambda one: one.gather({"rank": one._own.rank})  # noqa: E731
 
     def gather_late(one):
@@ -140,7 +140,7 @@ def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_le
     monkeypatch.setattr(progress_line.logger, "info", said.append)
     rows, peers = Slots(np.zeros(Slots.nbytes(2), np.uint8)), Peers(monkeypatch, 1)
     rows.take(Occupant(0, 0, peers.own[0].address), as_member=True)
-    peers.own[0].tell(17, b'{"newcomers": [3]}')
+    peers.own[0].tell(17, b'{"joiners": [3]}')
     found = []
     own = Occupant(1, 3, (4711, 5, 4096))
     thread = threading.Thread(target=lambda: found.append(wait_for_call(own, 0, rows, "finish the epoch")))

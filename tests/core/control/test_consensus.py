@@ -12,7 +12,7 @@ from ring_plugins.core.control.consensus import Consensus, Decision
 
 ORDERS = 1000
 #: A process that is to join; it takes no part in an agreement before that.
-NEWCOMER = 9
+JOINER = 9
 
 
 def in_random_orders(test: Callable[[int], None]) -> Callable[[], None]:
@@ -38,7 +38,7 @@ class Job:
             self.ranks[rank] = Consensus(rank, range(size), self.sender(rank), self.hanger(rank))
         self.committed = dict.fromkeys(range(size), 7)
         self.leaving = set()  # as the operation says that some have confirmed
-        self.prepared = {}  # by rank that is in an admission, whether it is prepared for the newcomer
+        self.prepared = {}  # by rank that is in an admission, whether it is prepared for the joiner
 
     def sender(self, rank):
         def send(to, message):
@@ -81,7 +81,7 @@ class Job:
         message = self.queues[sender, to].popleft()
         if not self.queues[sender, to]:
             del self.queues[sender, to]
-        if to == NEWCOMER and to not in self.ranks:
+        if to == JOINER and to not in self.ranks:
             self.join(message)
             return
         if to in self.living and (to, sender) not in self.hung_up:
@@ -99,11 +99,11 @@ class Job:
                 self.sender(rank)(other, {"kind": "goodbye"})
 
     def join(self, message):
-        """What a newcomer does that learns of the decision."""
+        """What a joiner does that learns of the decision."""
         if message["kind"] == "decided":
             decision = Decision.told(message["body"]["decision"])
-            one = Consensus(NEWCOMER, decision.members, self.sender(NEWCOMER), self.hanger(NEWCOMER), message["view"])
-            self.ranks[NEWCOMER], self.committed[NEWCOMER] = one, decision.committed
+            one = Consensus(JOINER, decision.members, self.sender(JOINER), self.hanger(JOINER), message["view"])
+            self.ranks[JOINER], self.committed[JOINER] = one, decision.committed
             one.take_over(decision)
 
     def notices(self):
@@ -149,7 +149,7 @@ class Job:
 
     def arrive(self, rank):
         one, before = self.ranks[rank], self.gone
-        joining = {NEWCOMER} if self.is_admitting(rank) and self.prepared[rank] else ()
+        joining = {JOINER} if self.is_admitting(rank) and self.prepared[rank] else ()
         one.arrive(one.view + 1, self.committed[rank], self.leaving if self.has_to_leave(rank) else (), joining)
         self.say_goodbye(self.gone - before)
 
@@ -244,14 +244,14 @@ def test_a_process_joins_if_all_are_prepared_and_nobody_dies_before_and_all_find
     job.run(draw, at_random(job, draw, deaths, []))
     decided = [job.ranks[rank].decisions[1] for rank in job.living]
     assert decided and all(one == decided[0] for one in decided)
-    has_joined = decided[0].joining == (NEWCOMER,)
-    assert decided[0].members == tuple([rank for rank in decided[0].members if rank < size] + [NEWCOMER] * has_joined)
+    has_joined = decided[0].joining == (JOINER,)
+    assert decided[0].members == tuple([rank for rank in decided[0].members if rank < size] + [JOINER] * has_joined)
     if has_joined:
         assert not unprepared and set(range(size)) <= set(decided[0].members)
     else:
         assert unprepared or deaths
     assert deaths or all(job.ranks[rank].view == 1 for rank in job.living)
-    assert has_joined == (NEWCOMER in job.living)
+    assert has_joined == (JOINER in job.living)
     check_that_survivors_go_on(job)
 
 

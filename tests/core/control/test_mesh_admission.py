@@ -16,12 +16,12 @@ from ring_plugins.core.net.listener import Listener, Peer
 from tests.core.control.test_mesh import agreed, at_once, kill, meshes, until
 
 __all__ = ["meshes"]
-#: The newcomer takes the slot of a rank that came after rank 1.
+#: The joiner takes the slot of a rank that came after rank 1.
 NEW, SLOT = 9, 1.5
 
 
 @pytest.fixture
-def newcomer():
+def joiner():
     listener = Listener("127.0.0.1")
     peer = Peer("host9", "127.0.0.1", listener.port)
     listener.open(NEW, {NEW: peer}, "a secret", accepts_all=True)
@@ -29,9 +29,9 @@ def newcomer():
     listener.close()
 
 
-def admit(mesh, listener, newcomer, at=lambda rank, number: None):
+def admit(mesh, listener, joiner, at=lambda rank, number: None):
     """A member's part, as core/elastic/joining_between_hosts.py has it; `at` a round it may raise `NotAdmitted`."""
-    peer = newcomer[2]
+    peer = joiner[2]
     listener.add(NEW, Peer(peer.host, peer.address, peer.port))
     admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}
     try:
@@ -53,9 +53,9 @@ def admit(mesh, listener, newcomer, at=lambda rank, number: None):
     return sorted(told)
 
 
-def join(newcomer, at=lambda rank, number: None):
-    """The newcomer's part in one attempt; returns its mesh."""
-    candidate, listener, own = newcomer
+def join(joiner, at=lambda rank, number: None):
+    """The joiner's part in one attempt; returns its mesh."""
+    candidate, listener, own = joiner
     assert until(lambda: candidate.called() is not None)
     view, call = candidate.called()
     members = call["members"]
@@ -75,27 +75,27 @@ def join(newcomer, at=lambda rank, number: None):
     return mesh
 
 
-def attempt(meshes, newcomer, at=lambda rank, number: None):
+def attempt(meshes, joiner, at=lambda rank, number: None):
     """What all find."""
     is_called = threading.Event()
 
     def once_called(rank, number):
         if rank == NEW:
             is_called.set()
-        elif number == OFFERS:  # or else the attempt may be over before the newcomer has looked
+        elif number == OFFERS:  # or else the attempt may be over before the joiner has looked
             is_called.wait(20)
         at(rank, number)
 
-    members = [lambda one=one: admit(*one, newcomer, once_called) for one in meshes]
-    return at_once([*members, lambda: join(newcomer, once_called)])
+    members = [lambda one=one: admit(*one, joiner, once_called) for one in meshes]
+    return at_once([*members, lambda: join(joiner, once_called)])
 
 
-def test_a_process_joins_and_takes_part_in_the_next_agreement(meshes, newcomer):
+def test_a_process_joins_and_takes_part_in_the_next_agreement(meshes, joiner):
     for mesh, _ in meshes:
         mesh.committed = 7
-    *found, mesh = attempt(meshes, newcomer)
+    *found, mesh = attempt(meshes, joiner)
     assert found == [[0, 1, 2, 3, NEW]] * 4
-    everyone = [*meshes, (mesh, newcomer[1])]
+    everyone = [*meshes, (mesh, joiner[1])]
     assert [(one.ranks, one.view, one.committed) for one, _ in everyone] == [((0, 1, NEW, 2, 3), 1, 7)] * 5
     kill(*meshes[0])
     left = everyone[1:]
@@ -104,9 +104,9 @@ def test_a_process_joins_and_takes_part_in_the_next_agreement(meshes, newcomer):
     mesh.close()
 
 
-def test_one_that_dies_once_it_has_joined_is_lost(meshes, newcomer):
-    *_, mesh = attempt(meshes, newcomer)
-    kill(mesh, newcomer[1])
+def test_one_that_dies_once_it_has_joined_is_lost(meshes, joiner):
+    *_, mesh = attempt(meshes, joiner)
+    kill(mesh, joiner[1])
     assert all(until(one.interrupts) for one, _ in meshes)
     assert agreed(meshes) == [[NEW]] * 4
     assert not any(one.interrupts() for one, _ in meshes)
@@ -114,33 +114,33 @@ def test_one_that_dies_once_it_has_joined_is_lost(meshes, newcomer):
 
 @pytest.mark.parametrize("who", [0, 3, NEW])
 @pytest.mark.parametrize("number", [OFFERS, READY])
-def test_nobody_joins_if_one_cannot_and_then_another_attempt_may(meshes, newcomer, who, number):
+def test_nobody_joins_if_one_cannot_and_then_another_attempt_may(meshes, joiner, who, number):
     def fails(rank, now):
         if (rank, now) == (who, number):
             raise NotAdmitted("no memory")
 
-    assert attempt(meshes, newcomer, fails) == [None] * 5
+    assert attempt(meshes, joiner, fails) == [None] * 5
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
-    *found, mesh = attempt(meshes, newcomer)
+    *found, mesh = attempt(meshes, joiner)
     assert found == [[0, 1, 2, 3, NEW]] * 4 and mesh.view == 2
     mesh.close()
 
 
 @pytest.mark.parametrize("number", [OFFERS, READY])
-def test_if_a_member_dies_nobody_joins_and_it_is_lost(meshes, newcomer, number):
+def test_if_a_member_dies_nobody_joins_and_it_is_lost(meshes, joiner, number):
     def dies(rank, now):
         if (rank, now) == (0, number):
             kill(*meshes[0])
             raise PeerFailed("the end of this process", 0)
 
-    error, *found = attempt(meshes, newcomer, dies)
+    error, *found = attempt(meshes, joiner, dies)
     assert isinstance(error, PeerFailed) and found == [None] * 4
     assert all(until(lambda mesh=mesh: mesh.ranks == (1, 2, 3)) for mesh, _ in meshes[1:])
     assert not any(mesh.interrupts() for mesh, _ in meshes[1:])
 
 
 @pytest.mark.parametrize(("host", "seconds"), [("host9", 0.3), ("host3", 1.5)])
-def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(meshes, monkeypatch, host, seconds):
+def test_members_wait_for_a_joiner_that_does_not_answer_for_some_time_only(meshes, monkeypatch, host, seconds):
     """Those of other hosts as long as the network may be silent, too, if members of its host are to kill it then."""
     monkeypatch.setattr(mesh_admission, "_PATIENCE", 0.3)
     monkeypatch.setenv("RING_NETWORK_TIMEOUT", "1.5")
@@ -153,13 +153,13 @@ def test_members_wait_for_a_newcomer_that_does_not_answer_for_some_time_only(mes
 
     seen = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        newcomer = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SLOT)
-        found = at_once([*(lambda one=one: admit(*one, newcomer) for one in meshes[:3]), is_told])
+        joiner = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SLOT)
+        found = at_once([*(lambda one=one: admit(*one, joiner) for one in meshes[:3]), is_told])
     assert found == [None, None, None, []] and seen[0] >= seconds
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
 
 
-def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_the_decision(meshes, newcomer):
+def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_the_decision(meshes, joiner):
     """As when the network between it and one of them is lost just then."""
     mesh, _ = meshes[3]
     tell_all = mesh.tell_all
@@ -172,18 +172,18 @@ def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_th
             tell_all(kind, body)
 
     mesh.tell_all = tell_members
-    *found, joined = attempt(meshes, newcomer)
+    *found, joined = attempt(meshes, joiner)
     assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.ranks == (0, 1, NEW, 2, 3)
     joined.close()
 
 
-def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, newcomer):
+def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, joiner):
     """As when the network to it was lost in an attempt, and comes back."""
-    mesh, candidate = meshes[2][0], newcomer[0]
+    mesh, candidate = meshes[2][0], joiner[0]
     mesh._consensus.note_silent(NEW)
     attempts = 0
     while not candidate.is_lost and attempts < 10:  # it may hear of the others' trouble first
-        assert attempt(meshes, newcomer) == [None] * 5
+        assert attempt(meshes, joiner) == [None] * 5
         attempts += 1
     assert candidate.is_lost
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), attempts)] * 4

@@ -1,4 +1,4 @@
-"""Processes join a job on several hosts: where members find a loss there, and when a newcomer gives up."""
+"""Processes join a job on several hosts: where members find a loss there, and when a joiner gives up."""
 
 from types import SimpleNamespace
 
@@ -8,10 +8,10 @@ from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.elastic import joining_between_hosts
 
-NEWCOMER = (9, 1, (4711, 5, 100), "node", "host1", 4711, "host1", "127.0.0.1", 1)
+JOINER = (9, 1, (4711, 5, 100), "node", "host1", 4711, "host1", "127.0.0.1", 1)
 
 
-@pytest.mark.parametrize(("waiting", "where"), [([], []), ([NEWCOMER], ["here"])])
+@pytest.mark.parametrize(("waiting", "where"), [([], []), ([JOINER], ["here"])])
 def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypatch, waiting, where):
     """If nobody waits, they go on to their next operation: until then, all see the ranks from before."""
     found = []
@@ -26,7 +26,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     assert found == where
 
 
-def test_a_newcomer_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch):
+def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch):
     """Its supervisor starts another process then, which has another number."""
 
     def is_refused(*_):

@@ -93,7 +93,7 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     segment = Segment.create(OwnSlot.nbytes(2))
-    slots, (_, remote_newcomers) = OwnSlot.parts(segment.array)
+    slots, (_, remote_joiners) = OwnSlot.parts(segment.array)
     variables = OwnSlot.environment(segment, 2, 1)
     own_slot.cache_clear()
     monkeypatch.setenv("RING_SLOT", variables["RING_SLOT"])
@@ -112,13 +112,13 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     assert slots.has_started(1) and not slots.is_starting(1) and not slots.is_cut_off(1)
     own.note_cut_off()
     assert slots.has_started(1) and slots.is_cut_off(1) and not slots.has_started(0)
-    assert own.remote_newcomers() == [] and not own.has_waiting() and not own.others_let_join
-    remote_newcomers.write([{"slot": 4}])
-    slots.num_remote_newcomers, slots.others_let_join = 1, True
-    assert own.remote_newcomers() == [{"slot": 4}] and own.has_waiting() and own.others_let_join
-    remote_newcomers.write([])
-    slots.num_remote_newcomers = 0
-    assert own.remote_newcomers() == [] and not own.has_waiting()
+    assert own.remote_joiners() == [] and not own.has_waiting() and not own.others_let_join
+    remote_joiners.write([{"slot": 4}])
+    slots.num_remote_joiners, slots.others_let_join = 1, True
+    assert own.remote_joiners() == [{"slot": 4}] and own.has_waiting() and own.others_let_join
+    remote_joiners.write([])
+    slots.num_remote_joiners = 0
+    assert own.remote_joiners() == [] and not own.has_waiting()
     monkeypatch.setenv("RING_SLOT", "999:2:1")
     with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
         own_slot()

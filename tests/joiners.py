@@ -2,12 +2,12 @@
 
 import time
 
-from ring_plugins.core.elastic.join_offers import newcomers_here
+from ring_plugins.core.elastic.join_offers import joiners_here
 from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 
 
-def wait_for_newcomers(missing: set[int], seconds: float) -> None:
+def wait_for_joiners(missing: set[int], seconds: float) -> None:
     """Wait until processes wait for these slots, on several hosts for those of the own one; not longer than that."""
     places, world, end = slots(), current(), time.monotonic() + seconds
     if places is None:
@@ -17,8 +17,8 @@ def wait_for_newcomers(missing: set[int], seconds: float) -> None:
     def waiting() -> list[int]:
         if places is None:
             assert world.own_slot is not None
-            here = [told["slot"] for *_, told in newcomers_here(world.own_slot)]
-            return here + [one["slot"] for one in world.own_slot.remote_newcomers()]
+            here = [told["slot"] for *_, told in joiners_here(world.own_slot)]
+            return here + [one["slot"] for one in world.own_slot.remote_joiners()]
         return [one.slot for one in places.waiting() if one.is_there()]
 
     while missing and not missing.issubset(waiting()) and time.monotonic() < end:
