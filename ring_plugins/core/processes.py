@@ -116,7 +116,7 @@ class Processes:
         slots: of all processes, by world rank.
         shares, past_shares: into how many shares data is divided, one for each slot that has ever had a member, and all
             such numbers that this process has seen.
-        is_further: whether the job is to grow by this process, since nobody had its slot when it started; known on
+        is_added: whether the job is to grow by this process, since nobody had its slot when it started; known on
             several hosts.
     """
 
@@ -136,7 +136,7 @@ class Processes:
         self._node_of_slot = list(nodes)
         self.nodes = {rank: nodes[place] for rank, place in self.slots.items()}
         self.shares, self.past_shares = len(nodes), {len(nodes)}
-        self.is_further = False
+        self.is_added = False
         self.topology: Topology = find_topology(slot, nodes, hosts)
 
     def add(self, everyone: Iterable[Occupant], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
@@ -226,9 +226,9 @@ class Processes:
             in_use: how many slots are, if nobody has had this one yet.
         """
         known = len(join_info["nodes"])
-        further = max(in_use - known, 0) if slot >= known else 0
-        nodes = [f"{entry.domain}/{number}" for number in [*join_info["nodes"], *[join_info["here"]] * further]]
-        cores = [Cores(*one) for one in join_info["cores"]] + [entry.share_of_cores] * further
-        found = cls(own, slot, {own: entry}, nodes, [*join_info["hosts"], *[entry.host] * further], cores)
-        found.is_further = further > 0
+        added = max(in_use - known, 0) if slot >= known else 0
+        nodes = [f"{entry.domain}/{number}" for number in [*join_info["nodes"], *[join_info["here"]] * added]]
+        cores = [Cores(*one) for one in join_info["cores"]] + [entry.share_of_cores] * added
+        found = cls(own, slot, {own: entry}, nodes, [*join_info["hosts"], *[entry.host] * added], cores)
+        found.is_added = added > 0
         return found

@@ -256,7 +256,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             backend().before_first_step(model, self._start)
         else:
             self._start()
-        if world.elastic.is_further:
+        if world.elastic.is_added:
             raise ArgumentError(
                 "ranks cannot be added within a fit(), whose data is divided once for all epochs: make a "
                 "ring_plugins.keras.TrainingState, and call shard() and fit() for each epoch."

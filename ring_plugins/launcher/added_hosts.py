@@ -24,7 +24,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.launcher.further_slots import MOST_ADDED, FurtherSlots
+from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
 from ring_plugins.launcher.job_hosts import Host
 
 
@@ -33,7 +33,7 @@ class AddedHosts:
 
     Args:
         hosts: of the job; those that are added come behind the others.
-        further: which of them have which slots.
+        added_slots: which of them have which slots.
         tell: sends a message, of a kind and with a body, to the supervisor of a host.
         notify: shows one line to the user.
 
@@ -46,11 +46,11 @@ class AddedHosts:
     def __init__(
         self,
         hosts: list[Host],
-        further: FurtherSlots,
+        added_slots: AddedSlots,
         tell: Callable[[Host, str, Any], None],
         notify: Callable[[str], None],
     ) -> None:
-        self._hosts, self._further, self._tell, self._notify = hosts, further, tell, notify
+        self._hosts, self._added_slots, self._tell, self._notify = hosts, added_slots, tell, notify
         self.start: Callable[[str, int], subprocess.Popen[bytes]] | None = None
         self.problems_of: Callable[[str, Any], list[str] | None] = lambda host, report: []
         self._asked: Host | None = None  # for its join info
@@ -114,7 +114,7 @@ class AddedHosts:
         for host in self._hosts:
             if join_info and host.is_added and not host.has_begun and self._may_begin(host):
                 host.has_begun = True
-                self._tell(host, "start", {**started, "join info": join_info, "further": self._further.told()})
+                self._tell(host, "start", {**started, "join info": join_info, "added": self._added_slots.told()})
 
     def _may_begin(self, host: Host) -> bool:
         """Whether a host has come, and can run ranks."""
@@ -141,7 +141,7 @@ class AddedHosts:
         host.is_lost = True
         if host.login[0].poll() is None:
             host.login[0].terminate()
-        slots = self._further.note_end(self._hosts.index(host), [])
+        slots = self._added_slots.note_end(self._hosts.index(host), [])
         self._notify(f"{host.name} {how}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
 
     def _tell_all(self, kind: str, body: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a user asks a running `ring run` for further ranks: `ring add-ranks`, from another terminal of the host.
+"""How a user asks a running `ring run` for added ranks: `ring add-ranks`, from another terminal of the host.
 
 A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user, its
 process id and something random: it leaves no file behind, nobody can take the name first, and /proc/net/unix lists all
@@ -121,7 +121,7 @@ def running_jobs() -> dict[int, str]:
 
 
 def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
-    """The answer if a job has no slots for so many further ranks, "" if it has.
+    """The answer if a job has no slots for so many added ranks, "" if it has.
 
     Args:
         number: of ranks that were asked for.
@@ -129,7 +129,7 @@ def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
         may_grow: whether that is more than the job began with, or slots of lost ranks are free.
     """
     if not may_grow:
-        return "no: the job was started without --max-ranks, so it has no slots for further ranks"
+        return "no: the job was started without --max-ranks, so it has no slots for added ranks"
     if number > free:
         found = f"{free or 'none'} of the job's {most} slots (--max-ranks {most})"
         return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
@@ -137,7 +137,7 @@ def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
 
 
 def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
-    """Ask a `ring run` of this user for further ranks; returns what it says.
+    """Ask a `ring run` of this user for added ranks; returns what it says.
 
     Args:
         number: how many.

@@ -29,8 +29,8 @@ from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
+from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.further_slots import FurtherSlot, world_ranks
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
 from ring_plugins.launcher.rank_assignment import RankAssignment
@@ -169,7 +169,7 @@ class HostRanks:
             join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
             self._join_info.write({**join_info, "here": len(join_info["hosts"])})
             self._slots.others_let_join = True
-            self._take("further", start["further"])
+            self._take("added", start["added"])
             self._goes_on()
 
     def _goes_on(self) -> bool:
@@ -197,8 +197,8 @@ class HostRanks:
         """Do what a message of the coordinator says."""
         if kind == "over":
             self._status = int(body)
-        elif kind == "further" and self._replacements is not None:
-            self._in_use, slots = body["in use"], [FurtherSlot(*one) for one in body["slots"]]
+        elif kind == "added" and self._replacements is not None:
+            self._in_use, slots = body["in use"], [AddedSlot(*one) for one in body["slots"]]
             self._replacements.follow([(one.slot, one.generation) for one in slots if one.host == self._job.index])
         elif kind == "joiners":
             self._remote_joiners.write(body)
@@ -242,7 +242,7 @@ class HostRanks:
             self._supervisor.signalled = signal.SIGTERM
         if self._replacements is not None:
             self._replacements.tick()
-            self._tell_of_further_ranks(self._replacements)
+            self._tell_of_added_ranks(self._replacements)
         trouble = self._early_end()
         if not self._has_told:
             failed = [local for local, code in enumerate(self._codes()) if self._ends_job(local, code)]
@@ -251,7 +251,7 @@ class HostRanks:
                 self._link.send("failed", {"ranks": self._ends(), "why": trouble})
         return trouble
 
-    def _tell_of_further_ranks(self, replacements: Replacements) -> None:
+    def _tell_of_added_ranks(self, replacements: Replacements) -> None:
         """Tell the coordinator which have joined, and which will not."""
         if joined := [rank for rank in self._added() if rank not in self._joined]:
             self._joined += joined

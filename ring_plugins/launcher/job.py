@@ -191,10 +191,10 @@ def _failed_rank(supervisor: Supervisor, slots: Slots, replacements: Replacement
         told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
         told = [*([f"other processes took the place of {how_often(filled)}"] if filled else []), *told]
         told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
-        further = [rank for rank in late if slots.is_new(rank)]
-        empty = [rank for rank in late if rank not in further]
+        added_late = [rank for rank in late if slots.is_new(rank)]
+        empty = [rank for rank in late if rank not in added_late]
         told += [f"nobody had joined yet in the place of {name_ranks(empty)}"] if empty else []
-        told += [f"{name_ranks(further)} had not joined yet"] if further else []
+        told += [f"{name_ranks(added_late)} had not joined yet"] if added_late else []
         others = "the other" if left or dead or late else "all"
         return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
     if (first := supervisor.first_failure()) is None:

@@ -114,7 +114,10 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     left = [end.rank for end in ends if end.how == "left"]
     well = [end for end in ends if not end.code and end.how not in ("cut off", "late", "lost")]
     had_not_joined = [end.rank for end in ends if end.how == "late"]
-    late, further = [rank for rank in had_not_joined if rank < size], [rank for rank in had_not_joined if rank >= size]
+    late, added_late = (
+        [rank for rank in had_not_joined if rank < size],
+        [rank for rank in had_not_joined if rank >= size],
+    )
     replaced = {rank: times for host in hosts for rank, times in host.replaced.items()}
     added = sorted(rank for host in hosts for rank in host.added)
     told = [f"{name_ranks(added)} joined"] if added else []
@@ -125,8 +128,8 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     told += [f"{host.name} was lost{with_ranks(host.ranks)}" for host in lost]
     if well:
         told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
-        told += [f"{name_ranks(further)} had not joined yet"] if further else []
-        others = "all" if told and not (left or died or cut or lost or late or further) else "the other"
+        told += [f"{name_ranks(added_late)} had not joined yet"] if added_late else []
+        others = "all" if told and not (left or died or cut or lost or late or added_late) else "the other"
         normally = len([end for end in well if not end.how])
         return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
     if lost and (cut or not died):

@@ -44,7 +44,7 @@ class Replacements:
     Attributes:
         filled: how often another process has joined in the place of that of a slot, also if it has died again.
         names: what users call the slots that are, or are to be, in use.
-        given_back: those of further slots that are given up, until somebody clears this.
+        given_back: those of added slots that are given up, until somebody clears this.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Replacements:
         self._given_up: set[int] = set()
         #: How many slots are to be in use.
         self._wanted = size
-        self._generations: dict[int, int] = {}  # of further slots, on one of several hosts
+        self._generations: dict[int, int] = {}  # of added slots, on one of several hosts
 
     @property
     def filled(self) -> dict[int, int]:
@@ -105,20 +105,20 @@ class Replacements:
         self._wanted = self._slots.in_use = first + number
         return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"
 
-    def follow(self, further: Sequence[tuple[int, int]]) -> None:
+    def follow(self, added: Sequence[tuple[int, int]]) -> None:
         """On one of several hosts, have these slots behind the first ones, and those others by which processes joined.
 
         Args:
-            further: in ascending order what users call each, and its `FurtherSlot.generation`.
+            added: in ascending order what users call each, and its `AddedSlot.generation`.
         """
         kept = self._size
         while kept < len(self.names) and (
-            not self._slots.is_new(kept) or (self.names[kept], self._generations[kept]) in further
+            not self._slots.is_new(kept) or (self.names[kept], self._generations[kept]) in added
         ):
             kept += 1
         self._close(kept)
         del self.names[kept:]
-        for name, generation in further:
+        for name, generation in added:
             if name not in self.names:
                 self._generations[len(self.names)], self._times[len(self.names)] = generation, []
                 self._joined[len(self.names)] = set()
@@ -181,14 +181,14 @@ class Replacements:
         if self._has_joined(slot) or code > 0:
             return
         how = silent_end(code) if code < 0 else f"ended with {ending(code)}"
-        goal = "become" if self._is_further(slot) else "take the place of"
+        goal = "become" if self._is_added(slot) else "take the place of"
         notify(f"the process that was to {goal} rank {self.names[slot]} {how} before it joined.")
 
     def _fill(self, slot: int, notify: Callable[[str], None]) -> bool:
         """Let a process take a slot that nobody has any more, or yet; returns whether one is to."""
-        is_further, unused = self._is_further(slot), None
+        is_added, unused = self._is_added(slot), None
         if slot < len(self._ranks) and self._slots.is_hopeless(slot):
-            what = f"no process can {'become' if is_further else 'take the place of'} rank {self.names[slot]}"
+            what = f"no process can {'become' if is_added else 'take the place of'} rank {self.names[slot]}"
             self._give_up(slot, f"{what}, as the error above says", notify)
             return False
         if slot < len(self._ranks) and not self._has_joined(slot):
@@ -196,16 +196,16 @@ class Replacements:
         now, name = time.monotonic(), f"rank {self.names[slot]}"
         lately = [since for since in self._times[slot] if now - since < HOUR]
         if len(lately) >= MOST:
-            how = "was started" if is_further else "was replaced"
+            how = "was started" if is_added else "was replaced"
             self._give_up(slot, f"{name} {how} {len(lately)} times within an hour", notify)
             return False
         self._slots.clear(slot)
         if self._spares is not None and (spare := self._spares.take(slot)) is not None:
             world_rank = spare
-            notify(f"a spare process {'becomes' if is_further else 'takes the place of'} {name}.")
+            notify(f"a spare process {'becomes' if is_added else 'takes the place of'} {name}.")
         elif (unused := self._unused(slot)) is not None:
             world_rank = unused
-            notify(f"starting another process {'as' if is_further else 'in the place of'} {name}.")
+            notify(f"starting another process {'as' if is_added else 'in the place of'} {name}.")
         else:
             self._give_up(slot, f"{name} is not replaced, since the job has had too many processes", notify)
             return False
@@ -221,25 +221,25 @@ class Replacements:
                     return False
         return True
 
-    def _is_further(self, slot: int) -> bool:
+    def _is_added(self, slot: int) -> bool:
         """Whether it is one by which the job has yet to grow."""
         return slot >= self._size and self._slots.is_new(slot)
 
     def _unused(self, slot: int) -> int | None:
-        """A world rank that no process has had; that of a further slot is its own number at first."""
+        """A world rank that no process has had; that of an added slot is its own number at first."""
         is_first = slot >= self._size and not self._times[slot] and not self._generations.get(slot)
         return self.names[slot] if is_first else next(self._world_ranks, None)
 
     def _give_up(self, slot: int, why: str, notify: Callable[[str], None]) -> None:
         notify(f"{why}; the job goes on without it.")
-        if self._is_further(slot):
+        if self._is_added(slot):
             self.given_back.append(self.names[slot])
             self._close(slot)
         else:
             self._given_up.add(slot)
 
     def _close(self, slot: int) -> None:
-        """Let nobody take this slot and those behind it until further ranks are wanted again."""
+        """Let nobody take this slot and those behind it until added ranks are wanted again."""
         for process in self._supervisor.processes[slot:]:
             process.kill()
             process.wait()

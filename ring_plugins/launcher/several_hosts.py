@@ -16,10 +16,10 @@ Supervisors connect to the coordinator, with a secret. They exchange JSON:
     supervisor -> coordinator   ["here", {host, port}]     it runs; rank 0 can listen at the port
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
                                 ["ended", {ranks, why}]    all of its ranks have ended
-                                ["joined", ranks]          further ranks have joined
-                                ["given back", rank]       a further rank will not join (further_slots.py)
+                                ["joined", ranks]          added ranks have joined
+                                ["given back", rank]       an added rank will not join (added_slots.py)
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
-                                ["further", {in use, slots}]         which hosts have further ranks
+                                ["added", {in use, slots}]         which hosts have added ranks
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
@@ -70,8 +70,8 @@ from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
 from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
+from ring_plugins.launcher.added_slots import AddedSlots
 from ring_plugins.launcher.coordinator_link import HostJob, read_message
-from ring_plugins.launcher.further_slots import FurtherSlots
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with_ranks
@@ -119,11 +119,11 @@ class Coordinator:
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size = sum(len(ranks) for _, ranks in hosts)
-        self._further = FurtherSlots(
-            self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("further", self._further.told())
+        self._added_slots = AddedSlots(
+            self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("added", self._added_slots.told())
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
-        self.added_hosts = AddedHosts(self._hosts, self._further, self._tell, notify)
+        self.added_hosts = AddedHosts(self._hosts, self._added_slots, self._tell, notify)
         #: With how many ranks the job goes on.
         self.min_ranks = 1
         #: Called all the time.
@@ -208,7 +208,7 @@ class Coordinator:
         self._tell_all("start", self._started)
 
     def add_ranks(self, number: int, wanted: str | None) -> str:
-        """Let so many further ranks join; returns an answer for the user.
+        """Let so many added ranks join; returns an answer for the user.
 
         Args:
             number: how many.
@@ -220,18 +220,18 @@ class Coordinator:
             return "no: the job has not begun yet"
         if not living:
             return "no: the job ends"
-        if refusal := self._further.refusal(number):
+        if refusal := self._added_slots.refusal(number):
             return refusal
         new = wanted if not chosen else None
         if new is not None:
             if refusal := self.added_hosts.refusal(new, living.values()):
                 return refusal
             chosen = {len(self._hosts): new}
-        if refusal := self._further.refusal_of(chosen, number):
+        if refusal := self._added_slots.refusal_of(chosen, number):
             return refusal
         if new is not None:
             self.added_hosts.add(new)
-        return self._further.add(number, chosen)
+        return self._added_slots.add(number, chosen)
 
     def _follow(self) -> None:
         """Until the job is over everywhere."""
@@ -290,13 +290,13 @@ class Coordinator:
                 raise ValueError(f"{port} is no port")
             host.here = {**body, "port": port}
         elif kind == "joined":
-            self._further.note_joined(read_ranks(body))
+            self._added_slots.note_joined(read_ranks(body))
         elif kind == "members":
             host.members, host.joiners = int(body["members"]), list(body["joiners"])
         elif kind == "join info":
             self.added_hosts.begin(self._started or {}, body)
         elif kind == "given back":
-            self._further.take_back(*read_ranks([body]))
+            self._added_slots.take_back(*read_ranks([body]))
         elif kind in ("failed", "ended"):
             ends = [End.told(*told) for told in body["ranks"]]
             replaced = {rank: int(times) for told, times in body.get("replaced", ()) for rank in read_ranks([told])}
@@ -317,19 +317,19 @@ class Coordinator:
         if not host.is_over:
             host.is_lost = True
             if host.here is not None and self._supervisor.signalled is None:
-                ranks = self._further.of_host(self._hosts.index(host))
+                ranks = self._added_slots.of_host(self._hosts.index(host))
                 self._notify(f"{host.name} is lost{with_ranks(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
     def _give_out_anew(self, host: Host) -> None:
-        """Let further ranks that cannot join on a host any more join on others."""
+        """Let added ranks that cannot join on a host any more join on others."""
         if self._failed or host.why or self._supervisor.signalled is not None:
             return  # the job is over
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
-        if sum(len(self._further.of_host(index)) for index in left) < self.min_ranks:
+        if sum(len(self._added_slots.of_host(index)) for index in left) < self.min_ranks:
             return  # as the ranks will find
-        host.ranks = tuple(self._further.of_host(self._hosts.index(host)))
-        again = self._further.note_end(self._hosts.index(host), left)
+        host.ranks = tuple(self._added_slots.of_host(self._hosts.index(host)))
+        again = self._added_slots.note_end(self._hosts.index(host), left)
         if again and left:
             where = " and ".join(self._hosts[index].name for index in left)
             self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")

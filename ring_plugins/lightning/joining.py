@@ -97,16 +97,16 @@ class MeetingPoint:
     def _meet_and_begin_epoch(self) -> None:
         """As `_meet_and_advance`, for processes by which the job grows, where an epoch is about to begin."""
         world = current()
-        is_further = world.elastic.is_further
-        if is_further:
+        is_added = world.elastic.is_added
+        if is_added:
             self._receive_state(None)
         elif world.elastic.awaited:
             state = self._state()
-            if joined := admit(self._place(None), lost=False, further=True):
+            if joined := admit(self._place(None), lost=False, added=True):
                 share_state(lambda: state, joined)
                 self._agree_on_random_numbers(None)
-                is_further = True
-        if is_further:
+                is_added = True
+        if is_added:
             self._divide_anew()
             world.elastic.tell_changes()
         self._begin_epoch()

@@ -21,7 +21,7 @@ class ElasticSampler(Sampler[int]):
     `size() - 1` at the end of an epoch, so that all ranks have equally many.
 
     With `on_failure="replace"`, the samples of a lost rank wait for the process that takes its place instead. Those of
-    the steps until then are not trained on. If the job grows, the further ranks have shares of the next epoch.
+    the steps until then are not trained on. If the job grows, the added ranks have shares of the next epoch.
 
     Args:
         data: the dataset; its length is read at the start of each epoch.

@@ -120,7 +120,7 @@ class TrainingState:
         if self._resumes and self._commits_within:
             self._trained_on = data
         elif data is self._trained_on:
-            self._let_join(further=True)
+            self._let_join(added=True)
         divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
         if self._shares != current().processes.shares:
@@ -154,15 +154,15 @@ class TrainingState:
             self._trained_on, self._commits_within = self._data, True
         elif world.operations() == self._operations_at_join:  # at that place, or where the epoch began
             return
-        if not self._let_join(further=not self._is_in_epoch) and self._has_joined:
+        if not self._let_join(added=not self._is_in_epoch) and self._has_joined:
             self._commits += 1
             self._compare()
 
-    def _let_join(self, further: bool) -> bool:
+    def _let_join(self, added: bool) -> bool:
         """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
         world = current()
-        is_awaited = world.elastic.is_awaited or (further and world.elastic.awaited)
-        joined = admit(self._place(), further=further) if is_awaited else ()
+        is_awaited = world.elastic.is_awaited or (added and world.elastic.awaited)
+        joined = admit(self._place(), added=added) if is_awaited else ()
         if joined:
             self._share(joined)
             world.elastic.tell_changes()

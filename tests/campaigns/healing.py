@@ -124,7 +124,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan), "verdict": verdict, "why": why, "seconds": round(job.seconds, 2),
         "killed": len(job.killed), "faults": Counter(job.faults.values()),
         "points": Counter(points[process] for process in job.faults),
-        "joined": len(set(re.findall(r"\((process \d+)\) (?:in the place of rank \d+|as a further rank)", job.output))),
+        "joined": len(set(re.findall(r"\((process \d+)\) (?:in the place of rank \d+|as an added rank)", job.output))),
         "output": "" if verdict in GOOD else job.output, "commit": commit(),
     }  # fmt: skip
 

@@ -97,7 +97,7 @@ class Plan:
         replaces: whether other processes take the places of lost ones.
         spares: that wait.
         most: up to how many ranks the job grows; 0 for no more than at the start.
-        adds: in which steps it is asked for how many further ranks.
+        adds: in which steps it is asked for how many added ranks.
         case: of `healing.CASES`.
         launcher: that starts the job, one of `LAUNCHERS`; "" if its ranks are forked.
         backend: of Keras.
@@ -340,13 +340,13 @@ def _fault_of_replaced(drawn: random.Random, process: int, step: int, point: str
 
 
 def draw_growing(seed: int, number: int) -> Plan:
-    """A job of `draw_replacing` that also grows; among those that die may be further ranks and what replaces them."""
+    """A job of `draw_replacing` that also grows; among those that die may be added ranks and what replaces them."""
     plan, drawn = draw_replacing(seed, number, case="growing"), random.Random(f"growing {seed}:{number}")
     further = drawn.randint(1, 2)
     steps = [drawn.randrange(REPLACING_STEPS - 5)] * further
     if drawn.random() < 0.5:
         steps = [drawn.randrange(REPLACING_STEPS - 5) for _ in range(further)]
-    # The first processes of further slots have their numbers, and those that replace others have higher ones.
+    # The first processes of added slots have their numbers, and those that replace others have higher ones.
     moves = drawn.choice([0, 0, further])
     faults = [replace(one, process=one.process + moves) if one.process >= plan.ranks else one for one in plan.faults]
     adds = tuple((step, steps.count(step)) for step in sorted(set(steps)))

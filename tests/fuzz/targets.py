@@ -925,7 +925,7 @@ class SupervisorMessages(JsonTarget):
             coordinator._expects = lambda claim: True  # type: ignore[method-assign]
             host = coordinator._hosts[0]
             if rng.randrange(2):
-                coordinator._further.add(rng.choice([1, 2]), {0: "host1", 1: "host2"})
+                coordinator._added_slots.add(rng.choice([1, 2]), {0: "host1", 1: "host2"})
             if rng.randrange(2):
                 host.here = {"host": "host1", "port": 1}
                 coordinator._started = {}
@@ -941,7 +941,7 @@ class SupervisorMessages(JsonTarget):
             assert 0 <= status <= 255
             assert why is None or isinstance(why, str)
             assert all(0 <= rank < MOST_MEMBERS for each in coordinator._hosts for rank in each.added)
-            json.dumps(coordinator._further.told())
+            json.dumps(coordinator._added_slots.told())
 
 
 class Requests(Target):

@@ -1,6 +1,6 @@
 """A job without a framework, so that it starts soon, in which other processes take the places of lost ones.
 
-TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py. TEST_ADDED says that rank 0 asks for further
+TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py. TEST_ADDED says that rank 0 asks for added
 ranks: [step, number, host]. Then the job takes more steps until there are TEST_MOST ranks. Each reports what it has in
 the end, or the error with which it ends.
 """
@@ -53,7 +53,7 @@ class Training:
         if any(wants for *_, wants in told):
             elastic.change_members()
         if elastic.awaited:
-            self.share(admit("here", further=True))
+            self.share(admit("here", added=True))
 
     def share(self, joined: tuple[int, ...]) -> None:
         if not joined:

@@ -111,7 +111,7 @@ def three():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paused", [[4, 0, "joiner round 2 pauses-before"], [0, 4, "round 0 pauses-before"]], ids=str)
-def test_further_ranks_join_on_other_hosts_if_theirs_is_cut_off_while_they_join(three, tmp_path, paused):
+def test_added_ranks_join_on_other_hosts_if_theirs_is_cut_off_while_they_join(three, tmp_path, paused):
     env, options = {"TEST_ADDED": json.dumps([3, 2, "host3"]), "TEST_MOST": "6"}, ("--no-check", "--max-ranks", "6")
     result = train(three, tmp_path, [paused], cut="host3", options=options, **env)
     check(result, list(range(6)))

@@ -209,7 +209,7 @@ def test_a_job_grows_on_several_hosts_whoever_dies_meanwhile(cluster, deaths, nu
 
 
 @pytest.mark.slow
-def test_a_host_may_get_all_further_ranks_and_then_have_more_than_the_other(cluster):
+def test_a_host_may_get_all_added_ranks_and_then_have_more_than_the_other(cluster):
     """As docs/healing.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
     where = {str(slot): "host2" for slot in range(4, 8)}
     added = [[0, 1, 2, "host2"], [0, 7, 2, "host2"]]
@@ -220,7 +220,7 @@ def test_a_host_may_get_all_further_ranks_and_then_have_more_than_the_other(clus
 
 
 @pytest.mark.slow
-def test_further_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
+def test_added_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
     deaths, added = [[2, 2, "now"], [3, 2, "now"]], [[0, 1, 2, "host2"]]
     result = grow(cluster, deaths, added=added, where={"4": "host1", "5": "host1"}, awaited=False)
     assert "ranks 4, 5 will join on host1, since host2 has no ranks any more." in result.output

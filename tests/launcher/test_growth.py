@@ -1,4 +1,4 @@
-"""Requests for further ranks, as `ring add-ranks` makes them and `ring run` answers them."""
+"""Requests for added ranks, as `ring add-ranks` makes them and `ring run` answers them."""
 
 import contextlib
 import os

@@ -250,7 +250,7 @@ def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     assert job.supervisor.wait()[0] == 137
 
 
-def test_further_ranks_take_the_slots_that_nobody_has_had(job):
+def test_added_ranks_take_the_slots_that_nobody_has_had(job):
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
     job.join(0, 0)
@@ -277,7 +277,7 @@ def test_further_ranks_take_the_slots_that_nobody_has_had(job):
     living.kill()
 
 
-def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_them_too(job):
+def test_added_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_them_too(job):
     job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
     job.join(0, 0)
@@ -299,7 +299,7 @@ def test_further_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_
     assert job.replacements.add(2).startswith("ok: ")
 
 
-def test_on_one_of_several_hosts_it_follows_the_list_of_further_slots(job):
+def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
     """Those by which processes have joined stay, and of the others those that are listed with the same generation."""
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
@@ -330,7 +330,7 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_further_slots(job):
     living.kill()
 
 
-def test_a_job_without_further_slots_says_so(job):
+def test_a_job_without_added_slots_says_so(job):
     job.slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
     job.keep(0)
     assert job.replacements.add(1).startswith("no: the job was started without --max-ranks")

@@ -147,7 +147,7 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
     assert all("ring_plugins.launcher.host_supervisor" in command[-1] for command in (local, remote))
 
 
-def test_further_ranks_go_to_hosts_that_have_ranks():
+def test_added_ranks_go_to_hosts_that_have_ranks():
     with coordinator(most=6) as found:
         assert found.add_ranks(1, None) == "no: the job has not begun yet"
         found._started = {}
@@ -185,7 +185,7 @@ def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over, min_ranks
     assert told == ([] if is_over or min_ranks == 3 else [advice])
 
 
-def test_further_ranks_whose_host_is_lost_join_on_another_one():
+def test_added_ranks_whose_host_is_lost_join_on_another_one():
     with Polled(most=6) as polled:
         links = [Link(job(polled.coordinator, index)) for index in range(2)]
         for link in links:
@@ -201,9 +201,9 @@ def test_further_ranks_whose_host_is_lost_join_on_another_one():
             told, end = [*told, *links[0].read()], end - 1
             threading.Event().wait(0.01)
         assert told == [
-            ("further", {"in use": 6, "slots": [[4, 1, 0], [5, 1, 0]]}),
-            ("further", {"in use": 5, "slots": []}),
-            ("further", {"in use": 6, "slots": [[5, 0, 1]]}),
+            ("added", {"in use": 6, "slots": [[4, 1, 0], [5, 1, 0]]}),
+            ("added", {"in use": 5, "slots": []}),
+            ("added", {"in use": 6, "slots": [[5, 0, 1]]}),
         ]
     assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
 
@@ -232,7 +232,7 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         next_of(links[0], "join info?")
         links[0].send("join info", {"address": "10.1.0.1"})
         start = next_of(added, "start")
-        assert start["join info"] == {"address": "10.1.0.1"} and start["further"]["slots"] == [[4, 2, 0]]
+        assert start["join info"] == {"address": "10.1.0.1"} and start["added"]["slots"] == [[4, 2, 0]]
         added.send("members", {"members": 0, "joiners": [{"slot": 4}]})
         assert next_of(links[1], "joiners") == [{"slot": 4}]
         added.send("members", {"members": 1, "joiners": []})
@@ -241,7 +241,7 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
             threading.Event().wait(0.01)
-        assert next_of(links[1], "further")["in use"] in (5, 6)
+        assert next_of(links[1], "added")["in use"] in (5, 6)
 
 
 def test_a_host_that_is_added_with_other_versions_runs_no_ranks():

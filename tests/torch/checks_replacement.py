@@ -4,8 +4,8 @@ TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process
 number is the next if the point begins with "joiner", or by every joiner at that slot if it begins with "every
 joiner". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
-that many seconds. TEST_ADDED says who asks for further ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
-on several hosts the number may be followed by a host, and TEST_WHERE says where the further slots are: {slot: host}.
+that many seconds. TEST_ADDED says who asks for added ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
+on several hosts the number may be followed by a host, and TEST_WHERE says where the added slots are: {slot: host}.
 TEST_REMOTE_JOINERS has the slots of a lost host for which members wait then.
 """
 
@@ -69,7 +69,7 @@ def have_all_failed() -> bool:
 MOST = int(os.environ.get("TEST_MOST", os.environ.get("TEST_RANKS", "0")))
 #: On how many hosts they are.
 HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
-#: Who asks for further ranks, and on which hosts these are.
+#: Who asks for added ranks, and on which hosts these are.
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
 #: Slots that processes on hosts without ranks are to have, for whom members wait when they are asked for.
 REMOTE_JOINERS = set(json.loads(os.environ.get("TEST_REMOTE_JOINERS", "[]")))
@@ -78,7 +78,7 @@ KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
 
 
 def ask(number: int, job: int | None, host: str | None = None) -> str:
-    """Ask for further ranks, again and again until a host is found to be lost whose places are free then."""
+    """Ask for added ranks, again and again until a host is found to be lost whose places are free then."""
     end = time.monotonic() + 20
     while True:
         try:
@@ -138,7 +138,7 @@ def prepare_joiner(mine: list[tuple[int, str]]) -> None:
 
 
 def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int = -1) -> None:
-    """Ask for further ranks and die in this step if it is time, and else wait for joiners if ranks are missing."""
+    """Ask for added ranks and die in this step if it is time, and else wait for joiners if ranks are missing."""
     for by, step, wanted, *host in ADDED:
         if by == slot and step == number and current().world_rank == slot:
             report("answer", ask(wanted, os.getppid() if HOSTS == 1 else None, *host), slot)

@@ -65,7 +65,7 @@ def test_another_process_takes_the_place_of_rank_0_and_the_job_grows():
     assert [one["changes"] for one in own] == [[joined, grown], *[[[[0], [], [], 3], joined, grown]] * 2, [grown]]
     assert result.reports[1]["answer"] == "rank 3 will join where an epoch begins."
     assert "ring run: starting another process as rank 3.\n" in result.output
-    assert "as a further rank joined; the job goes on with 4 ranks since" in result.output
+    assert "as an added rank joined; the job goes on with 4 ranks since" in result.output
     assert (
         "the job goes on with 2 of its 3 ranks" in result.output and "Another process takes its place." in result.output
     )

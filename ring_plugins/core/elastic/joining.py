@@ -10,7 +10,7 @@
    exchange what they need (`take_part`, control/admission.py). A joiner's world rank is beyond those of the start;
    its slot is the lost rank's. So once all slots are taken, everyone has the rank with which the job began.
 
-A job grows in the same way: a further rank takes a slot that nobody has had. As no share of the data belongs to that
+A job grows in the same way: an added rank takes a slot that nobody has had. As no share of the data belongs to that
 slot yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
 sees is the number of slots in use.
 
@@ -50,13 +50,13 @@ _LOOK = 0.01
 _ROUNDS, _ATTEMPTS = 16, 5
 
 
-def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[int, ...]:
+def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int, ...]:
     """Let those join that wait; all members call this at the same place, outside of operations.
 
     Args:
         place: of the script, as `join` gets it in processes that are to come to the same one.
         lost: whether those may join here that take the places of lost ranks.
-        further: whether those may by which the job grows: data is divided anew behind this place.
+        added: whether those may by which the job grows: data is divided anew behind this place.
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
@@ -64,7 +64,7 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     """
     world, places, began = current(), slots(), time.monotonic()
     if world.elastic.mesh is not None:
-        return joining_between_hosts.admit(world, place, lost, further)
+        return joining_between_hosts.admit(world, place, lost, added)
     assert places is not None
     peers, shares_before = world.local_peers, world.processes.shares
     with peers.own.ready_to_admit():
@@ -79,7 +79,7 @@ def admit(place: str = "", lost: bool = True, further: bool = False) -> tuple[in
     waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
     world.elastic.awaited = frozenset(one.slot for one in waiting)
     # Data has no shares that nobody ever had, so slots beyond those are taken in order.
-    last = next(slot for slot in itertools.count(shares_before) if slot not in world.elastic.awaited or not further)
+    last = next(slot for slot in itertools.count(shares_before) if slot not in world.elastic.awaited or not added)
     waiting = [one for one in waiting if (lost or one.slot >= shares_before) and one.slot < last]
     world.elastic.awaited -= {one.slot for one in waiting}
     if not waiting:

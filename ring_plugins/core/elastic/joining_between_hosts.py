@@ -72,22 +72,22 @@ class _Process(NamedTuple):
         return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.slot)
 
 
-def admit(world: World, place: str, lost: bool, further: bool) -> tuple[int, ...]:
+def admit(world: World, place: str, lost: bool, added: bool) -> tuple[int, ...]:
     """As `joining.admit`."""
-    return _admit_all(world, _JoinPoint(place, lost, further, []))
+    return _admit_all(world, _JoinPoint(place, lost, added, []))
 
 
 class _JoinPoint(NamedTuple):
     """Where in the script members let processes join, and who has joined there; may travel as JSON.
 
     Attributes:
-        place, lost, further: as in `joining.admit`.
+        place, lost, added: as in `joining.admit`.
         joined: world ranks of those that have joined there.
     """
 
     place: str
     lost: bool
-    further: bool
+    added: bool
     joined: list[int]
 
 
@@ -105,8 +105,8 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
         taken = world.processes.taken_slots
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
         # Data has no shares that nobody ever had, so slots beyond those are taken in order.
-        lost, further = range(shares * join_point.lost), range(shares, shares + join_point.further)
-        next_one = min((one for one in waiting if one.slot in lost or one.slot in further), default=None)
+        lost, added = range(shares * join_point.lost), range(shares, shares + join_point.added)
+        next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
         elastic.awaited = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
             break
@@ -233,7 +233,7 @@ def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int,
     """Wait until members call this process; returns None if none is left on this host."""
     slot = world.own_slot
     assert slot is not None
-    how = "is to become" if world.elastic.is_further else "takes the place of"
+    how = "is to become" if world.elastic.is_added else "takes the place of"
     who = f"process {os.getpid()}, which {how} rank {world.share[0]}, waits for the other ranks to {until}"
     with ProgressLine() as line:
         while True:

@@ -252,13 +252,13 @@ class Elastic:
 
     @property
     def may_grow(self) -> bool:
-        """Whether the job may get further ranks."""
+        """Whether the job may get added ranks."""
         return self._policy.max_ranks > 0
 
     @property
-    def is_further(self) -> bool:
+    def is_added(self) -> bool:
         """Whether this process has yet to join, and the job grows by it: nobody has had its slot."""
-        places, is_new = slots(), self._processes.is_further
+        places, is_new = slots(), self._processes.is_added
         return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.slot)))
 
     def _sees_joiners(self) -> set[int]:

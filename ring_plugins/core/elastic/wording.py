@@ -51,7 +51,7 @@ def who_joined(slots: Mapping[int, int], pids: Pids, members: Sequence[int], sec
         ranks: how many the job had at the most before; those with slots beyond take nobody's place.
     """
     who = " and ".join(
-        f"{_named([rank], pids)} {f'in the place of rank {slot}' if slot < ranks else 'as a further rank'}"
+        f"{_named([rank], pids)} {f'in the place of rank {slot}' if slot < ranks else 'as an added rank'}"
         for rank, slot in slots.items()
     )
     numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members) if old != new)

@@ -1,6 +1,6 @@
 """A script started on its own (`python script.py`) that spawns its other ranks, as `init(ranks=4)` asks.
 
-The script runs again, from its first line, once for each further rank, and each copy joins when it reaches `init`. The
+The script runs again, from its first line, once for each added rank, and each copy joins when it reaches `init`. The
 copies are ordinary subprocesses on this host. They inherit the file of one shared segment and meet in it, they print to
 the parent's terminal, and the kernel ends them when the parent ends.
 

@@ -22,7 +22,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     processes = SimpleNamespace(shares=3, taken_slots={0, 2})
     communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
     world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator)
-    assert joining_between_hosts.admit(world, "here", lost=True, further=False) == ()
+    assert joining_between_hosts.admit(world, "here", lost=True, added=False) == ()
     assert found == where
 
 

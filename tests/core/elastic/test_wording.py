@@ -36,5 +36,5 @@ def test_one_line_says_who_joined_and_where():
     assert line.endswith("after 12 ms. Errors keep the old numbers: rank 5 is now 1, 4 is now 2.")
     line = who_joined({4: 1, 2: 2}, {0: 10, 2: 12, 4: 14}, (0, 4, 2), 0.0123, 2)
     assert line.startswith(
-        "rank 4 (process 14) in the place of rank 1 and rank 2 (process 12) as a further rank joined;"
+        "rank 4 (process 14) in the place of rank 1 and rank 2 (process 12) as an added rank joined;"
     )

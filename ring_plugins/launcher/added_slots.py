@@ -40,7 +40,7 @@ def world_ranks(host: int, hosts: int | None, used: int) -> range:
     return range(used + host, _FIRST_OF_ADDED, hosts)
 
 
-class FurtherSlot(NamedTuple):
+class AddedSlot(NamedTuple):
     """Whose a slot is; may travel as JSON.
 
     Attributes:
@@ -55,7 +55,7 @@ class FurtherSlot(NamedTuple):
     generation: int
 
 
-class FurtherSlots:
+class AddedSlots:
     """Gives out slots.
 
     Args:
@@ -69,7 +69,7 @@ class FurtherSlots:
         self._size, self._most, self._publish = size, max(most, size), publish
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
         self._hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that had been given out before
-        self._given: dict[int, FurtherSlot] = {}
+        self._given: dict[int, AddedSlot] = {}
         self._generations = Counter(range(size))  # the first ranks have had theirs
         self._in_use = size
         self._had = set(range(size))  # slots that ever had a member
@@ -145,7 +145,7 @@ class FurtherSlots:
         given = self._divided(slots, hosts)
         for host, of_host in given.items():
             for slot in of_host:
-                self._given[slot] = FurtherSlot(slot, host, self._generations[slot])
+                self._given[slot] = AddedSlot(slot, host, self._generations[slot])
                 self._again[host] += self._generations[slot] > 0
                 self._generations[slot] += 1
                 self._free.discard(slot)

@@ -1,7 +1,7 @@
 """Which hosts of a job get the slots by which it grows."""
 
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.launcher.further_slots import MOST_ADDED, FurtherSlots, world_ranks
+from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots, world_ranks
 
 HOSTS = {0: "host1", 1: "host2"}
 
@@ -9,7 +9,7 @@ HOSTS = {0: "host1", 1: "host2"}
 def growing(most=8, ranks=(2, 2)):
     told = []
     first = [list(range(sum(ranks[:host]), sum(ranks[: host + 1]))) for host in range(len(ranks))]
-    slots = FurtherSlots(sum(ranks), most, first, lambda: told.append([tuple(slot) for slot in slots.told()["slots"]]))
+    slots = AddedSlots(sum(ranks), most, first, lambda: told.append([tuple(slot) for slot in slots.told()["slots"]]))
     return slots, told
 
 
