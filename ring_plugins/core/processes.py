@@ -21,7 +21,7 @@ from ring_plugins.core.base.records import read_address, read_as, read_record
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.linux.shared_memory import shared_memory_domain
 from ring_plugins.core.linux.thread_count import Cores, own_cores
-from ring_plugins.core.rendezvous.slots import Occupant
+from ring_plugins.core.rendezvous.slots import SlotOwner
 from ring_plugins.core.rendezvous.topology import Topology, find_topology
 
 
@@ -139,7 +139,7 @@ class Processes:
         self.is_added = False
         self.topology: Topology = find_topology(slot, nodes, hosts)
 
-    def add(self, everyone: Iterable[Occupant], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
+    def add(self, everyone: Iterable[SlotOwner], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
         """Note who and where all are that are members from now on, before `follow`.
 
         Args:
@@ -174,9 +174,9 @@ class Processes:
         left = {self.nodes[rank] for rank in self.ranks}
         return all(self.nodes[rank] in left for rank in ranks)
 
-    def occupants(self, peers: LocalPeers) -> list[Occupant]:
+    def owners(self, peers: LocalPeers) -> list[SlotOwner]:
         """Who of these has which slot, this process first."""
-        return [Occupant(self.slots[one.rank], one.rank, one.address) for one in (peers.own, *peers.others.values())]
+        return [SlotOwner(self.slots[one.rank], one.rank, one.address) for one in (peers.own, *peers.others.values())]
 
     @property
     def pids(self) -> dict[int, int]:

@@ -57,7 +57,7 @@ from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.processes import Entry, Processes
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, Occupant, own_slot
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, SlotOwner, own_slot
 from ring_plugins.core.rendezvous.spawn import slots, status_of_child
 from ring_plugins.core.rendezvous.topology import Topology, virtual_nodes
 
@@ -183,7 +183,7 @@ class World:
             self._write_join_info()
             self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
         if self.heals and own is not None and (places := slots()) is not None:
-            places.take(Occupant(rank, rank, own.address), as_member=True)
+            places.take(SlotOwner(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
@@ -428,7 +428,7 @@ class World:
 
     def extend(
         self,
-        everyone: Sequence[Occupant],
+        everyone: Sequence[SlotOwner],
         told: Mapping[int, Mapping[str, Any]],
         others: Sequence[Liveness],
         renew: Callable[[FailureDetector], None],

@@ -505,8 +505,8 @@ class SlotRows(Target):
     def valid(self) -> list[bytes]:
         rows = np.zeros(slots.Slots.nbytes(3), np.uint8)
         places, self._segment = slots.Slots(rows), Segment.create(8)
-        places.take(slots.Occupant(0, 0, self._segment.address), as_member=True)
-        places.take(slots.Occupant(1, 7, self._segment.address), as_member=False)
+        places.take(slots.SlotOwner(0, 0, self._segment.address), as_member=True)
+        places.take(slots.SlotOwner(1, 7, self._segment.address), as_member=False)
         places.leave(2)
         return [rows[: 3 * 64].tobytes()]
 
@@ -528,7 +528,7 @@ class Admissions(JsonTarget):
 
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
-        everyone = [slots.Occupant(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
+        everyone = [slots.SlotOwner(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
         self._call = joining.Call(16, everyone, [3])
         super().__init__()
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ring_plugins.core.rendezvous.slots import HOPELESS, Occupant, Slots
+from ring_plugins.core.rendezvous.slots import HOPELESS, SlotOwner, Slots
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.spares import Spares
 from ring_plugins.launcher.supervision import Supervisor
@@ -53,7 +53,7 @@ class Job:
             process.wait()
 
     def join(self, slot, world_rank):
-        self.slots.take(Occupant(slot, world_rank, (1, 2, 3)), as_member=True)
+        self.slots.take(SlotOwner(slot, world_rank, (1, 2, 3)), as_member=True)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_one_that_has_waited_to_join_and_ends_with_status_0_has_found_that_the_j
     job.join(1, 1)
     job.next = "sys.exit(0)"
     job.replacements.tick()
-    job.slots.take(Occupant(1, 4, (1, 2, 3)), as_member=False)
+    job.slots.take(SlotOwner(1, 4, (1, 2, 3)), as_member=False)
     job.replacements.tick()
     assert job.started == [(1, 4)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux import process
-from ring_plugins.core.rendezvous.slots import FOLLOWED, Occupant, Slots
+from ring_plugins.core.rendezvous.slots import FOLLOWED, SlotOwner, Slots
 from ring_plugins.launcher import supervision
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -116,7 +116,7 @@ def test_the_job_ends_as_the_process_did_because_of_which_the_others_ended():
 def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure():
     slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
     for slot in range(2):
-        slots.take(Occupant(slot, slot, (1, 2, 3)), as_member=True)
+        slots.take(SlotOwner(slot, slot, (1, 2, 3)), as_member=True)
     slots.note_end(1)
     supervisor = Supervisor(tolerates_losses=True, slots=slots)
     assert [supervisor.ends_job(slot, 3) for slot in range(2)] == [False, True]

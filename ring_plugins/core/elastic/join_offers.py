@@ -15,7 +15,7 @@ from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.slots import Occupant, OwnSlot, Slots
+from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner, Slots
 
 
 class Call(NamedTuple):
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """
 
     start: int
-    everyone: list[Occupant]
+    everyone: list[SlotOwner]
     joiners: list[int]
 
     @classmethod
@@ -36,7 +36,7 @@ class Call(NamedTuple):
         """The call in what a member told in the first round; None if there is none."""
         try:
             everyone = [
-                Occupant(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
+                SlotOwner(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
             ]
             return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["joiners"]])
         except _UNREADABLE:
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """World ranks in the order of slots."""
-        return [occupant.world_rank for occupant in self.everyone]
+        return [owner.world_rank for owner in self.everyone]
 
 
 def joiners_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[str, Any]]]:

@@ -40,7 +40,7 @@ from ring_plugins.core.elastic.changes import MembershipChange
 from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.slots import Occupant, Slots
+from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
 from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import World, current
 
@@ -74,7 +74,7 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
                 operation="admit",
             )
         )
-    members = world.processes.occupants(peers)
+    members = world.processes.owners(peers)
     taken, ranks = {one.slot for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
     world.elastic.awaited = frozenset(one.slot for one in waiting)
@@ -119,7 +119,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
         return joining_between_hosts.join(world, place, until)
     assert places is not None
     peers = world.local_peers
-    own = world.processes.occupants(peers)[0]
+    own = world.processes.owners(peers)[0]
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         places.take(own, as_member=False)
@@ -201,7 +201,7 @@ class Joined:
             communicator.renew(self._call.ranks, segments, parts, key, operations, failure_detector)
 
 
-def wait_for_call(own: Occupant, last_round: int, slots: Slots, until: str = "let it join") -> Call | None:
+def wait_for_call(own: SlotOwner, last_round: int, slots: Slots, until: str = "let it join") -> Call | None:
     """Wait until the members call this process; returns None if none of them is left.
 
     Args:
@@ -214,13 +214,13 @@ def wait_for_call(own: Occupant, last_round: int, slots: Slots, until: str = "le
     with ProgressLine() as line:
         while True:
             living = []
-            for occupant in slots.members():
-                if occupant.address not in known:
+            for owner in slots.members():
+                if owner.address not in known:
                     try:
-                        known[occupant.address] = Liveness.open(occupant.address, occupant.world_rank)
+                        known[owner.address] = Liveness.open(owner.address, owner.world_rank)
                     except SharedMemoryError:  # it has just ended
                         continue
-                peer = known[occupant.address]
+                peer = known[owner.address]
                 if peer.state != RUNNING or peer.has_died():
                     continue
                 living.append(peer)
@@ -233,7 +233,7 @@ def wait_for_call(own: Occupant, last_round: int, slots: Slots, until: str = "le
             time.sleep(_LOOK)
 
 
-def what_is_awaited(own: Occupant, members: Sequence[Liveness], until: str) -> str:
+def what_is_awaited(own: SlotOwner, members: Sequence[Liveness], until: str) -> str:
     """What a process that is to join waits for, without a full stop: which members, and what they have to do.
 
     Args:
@@ -277,10 +277,10 @@ def take_part(
         NotAdmitted: nobody joins, as all find. Nothing has changed then.
     """
     peers, problem = [], ""
-    for occupant in call.everyone:
-        if occupant.world_rank != own.rank:
+    for owner in call.everyone:
+        if owner.world_rank != own.rank:
             try:
-                peer = known.get(occupant.world_rank) or Liveness.open(occupant.address, occupant.world_rank)
+                peer = known.get(owner.world_rank) or Liveness.open(owner.address, owner.world_rank)
                 peers.append(peer)
             except SharedMemoryError as error:
                 problem = str(error)

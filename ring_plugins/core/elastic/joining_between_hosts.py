@@ -40,7 +40,7 @@ from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, joiners_here, map_offers, offer_of
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.net.listener import Peer
-from ring_plugins.core.rendezvous.slots import Occupant
+from ring_plugins.core.rendezvous.slots import SlotOwner
 from ring_plugins.core.world import World
 
 #: Seconds between two looks of a joiner at the members, and attempts in which it cannot map memory.
@@ -336,8 +336,8 @@ def _prepare(
     """
     processes = sorted([*members, joiner], key=lambda one: one.slot)
     own = next(one for one in processes if one.rank == world.world_rank)
-    occupants = [Occupant(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
-    call = Call(0, occupants, [joiner.rank])
+    owners = [SlotOwner(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
+    call = Call(0, owners, [joiner.rank])
     here = [one.rank for one in processes if one.node == own.node]
     is_here = joiner.rank in here
     communicators = world.healing_communicators()

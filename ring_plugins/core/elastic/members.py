@@ -42,7 +42,7 @@ from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.processes import Processes
-from ring_plugins.core.rendezvous.slots import Occupant, OwnSlot
+from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
 from ring_plugins.core.rendezvous.spawn import slots
 
 
@@ -349,7 +349,7 @@ class Elastic:
 
     def extend(
         self,
-        everyone: Sequence[Occupant],
+        everyone: Sequence[SlotOwner],
         joined: Sequence[int],
         others: Sequence[Liveness],
         view: int,

@@ -52,7 +52,7 @@ _HAS_COME, _GIVEN = range(2)
 _JSON, _WRITES = 256 * 1024, 2.0
 
 
-class Occupant(NamedTuple):
+class SlotOwner(NamedTuple):
     """Who has a slot: its world rank, and the address of its liveness segment."""
 
     slot: int
@@ -127,13 +127,13 @@ class Slots:
         self._rows[slot, _STATE] = _EMPTY
         self._rows[slot, _HAS_TOLD] = 0
 
-    def take(self, occupant: Occupant, as_member: bool) -> None:
+    def take(self, owner: SlotOwner, as_member: bool) -> None:
         """Say that this process has a slot, and whether it takes part already or waits for that."""
-        row = self._rows[occupant.slot]
+        row = self._rows[owner.slot]
         row[_STATE] = _EMPTY
         publish()
-        row[_WORLD_RANK] = occupant.world_rank
-        row[_PID : _NBYTES + 1] = occupant.address
+        row[_WORLD_RANK] = owner.world_rank
+        row[_PID : _NBYTES + 1] = owner.address
         row[_HAD_MEMBER] |= as_member
         row[_HAS_TOLD] = 0
         publish()
@@ -216,11 +216,11 @@ class Slots:
         """Whether a process waits to join. This takes a microsecond."""
         return bool((self._rows[:, _STATE] == _WAITING).any())
 
-    def waiting(self) -> list[Occupant]:
+    def waiting(self) -> list[SlotOwner]:
         """Those that wait to join."""
         return self._in_state(_WAITING)
 
-    def members(self) -> list[Occupant]:
+    def members(self) -> list[SlotOwner]:
         """Those that take part, as far as they live."""
         return self._in_state(_MEMBER)
 
@@ -242,13 +242,13 @@ class Slots:
         """The slot that a spare has got, None for none."""
         return int(self._spares[world_rank, _GIVEN]) - 1 if self._spares[world_rank, _GIVEN] else None
 
-    def _in_state(self, state: int) -> list[Occupant]:
+    def _in_state(self, state: int) -> list[SlotOwner]:
         publish()
         found = []
         for slot, row in enumerate(self._rows.tolist()):
             publish()  # another process may have taken the slot since
             if row[_STATE] == state == self._rows[slot, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
-                found.append(Occupant(slot, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
+                found.append(SlotOwner(slot, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
         return found
 
 
@@ -330,22 +330,22 @@ class OwnSlot:
         self._slots.note(self._slot, _STARTING)
 
     def take_part(self, world_rank: int, address: Address) -> None:
-        """Say that it is a member of the job; arguments as in `Occupant`."""
-        self._slots.take(Occupant(self._slot, world_rank, address), as_member=True)
+        """Say that it is a member of the job; arguments as in `SlotOwner`."""
+        self._slots.take(SlotOwner(self._slot, world_rank, address), as_member=True)
 
     def wait_to_join(self, world_rank: int, address: Address) -> None:
-        """Say that it waits to become one; arguments as in `Occupant`."""
-        self._slots.take(Occupant(self._slot, world_rank, address), as_member=False)
+        """Say that it waits to become one; arguments as in `SlotOwner`."""
+        self._slots.take(SlotOwner(self._slot, world_rank, address), as_member=False)
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
         return self._slots.has_waiting() or self._slots.num_remote_joiners > 0
 
-    def waiting(self) -> list[Occupant]:
+    def waiting(self) -> list[SlotOwner]:
         """Those that do; their slots are numbers of rows."""
         return [one for one in self._slots.waiting() if one.is_there()]
 
-    def members(self) -> list[Occupant]:
+    def members(self) -> list[SlotOwner]:
         """The members on this host, as far as they live; their slots are numbers of rows."""
         return [one for one in self._slots.members() if one.is_there()]
 

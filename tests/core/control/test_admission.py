@@ -13,7 +13,7 @@ from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.elastic.joining import wait_for_call, what_is_awaited
-from ring_plugins.core.rendezvous.slots import Occupant, Slots
+from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
 
 
 class Peers:
@@ -122,7 +122,7 @@ def test_a_joiner_that_does_not_answer_is_killed_and_a_member_is_not(monkeypatch
 
 
 def test_a_process_that_waits_to_join_says_for_whom_and_what_they_have_to_do(monkeypatch):
-    own, peers = Occupant(1, 3, (4711, 5, 4096)), Peers(monkeypatch, 3)
+    own, peers = SlotOwner(1, 3, (4711, 5, 4096)), Peers(monkeypatch, 3)
     members, until = [peers.own[0], peers.own[2]], "call TrainingState.commit()"
     who = "process 4711, which takes the place of rank 1, waits for "
     assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
@@ -139,10 +139,10 @@ def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_le
     said = []
     monkeypatch.setattr(progress_line.logger, "info", said.append)
     rows, peers = Slots(np.zeros(Slots.nbytes(2), np.uint8)), Peers(monkeypatch, 1)
-    rows.take(Occupant(0, 0, peers.own[0].address), as_member=True)
+    rows.take(SlotOwner(0, 0, peers.own[0].address), as_member=True)
     peers.own[0].tell(17, b'{"joiners": [3]}')
     found = []
-    own = Occupant(1, 3, (4711, 5, 4096))
+    own = SlotOwner(1, 3, (4711, 5, 4096))
     thread = threading.Thread(target=lambda: found.append(wait_for_call(own, 0, rows, "finish the epoch")))
     thread.start()
     while not said:

@@ -16,7 +16,7 @@ from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.core.rendezvous.slots import Occupant
+from ring_plugins.core.rendezvous.slots import SlotOwner
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from tests.launch import run_ranks
 
@@ -115,7 +115,7 @@ def test_a_spare_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(mon
     assert spawn._join().rank == 1
     giving.join()
     assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
-    slots.take(Occupant(1, 5, segment.address), as_member=False)
+    slots.take(SlotOwner(1, 5, segment.address), as_member=False)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join()
 
