@@ -10,7 +10,7 @@ is done again after going back to a checkpoint counts once, and a step in which 
 that number per second, as a share of the same variant's undisturbed one.
 
     replace     ring_plugins with on_failure="replace": the others go on, and a new process takes the place
-    spare       the same with `ring run --spares 1`: a process that has imported torch takes the place
+    spare       the same with `ring run --standbys 1`: a process that has imported torch takes the place
     restart     ring_plugins without: the job ends, and starts again from its last checkpoint
     torchrun    DDP over gloo with --max-restarts: all processes start again from the last checkpoint. It gets a store
                 of its own for each start: in the store that torch 2.13 shares by default, new processes find the dead
@@ -251,7 +251,7 @@ def started(variant: str, torchft: str | None) -> Iterator[tuple[Job, Path]]:
         commands = {
             "replace": {"job": ([*ring_run, "--on-failure", "replace", sys.executable, *training], {})},
             "spare": {
-                "job": ([*ring_run, "--on-failure", "replace", "--spares", "1", sys.executable, *training], {})
+                "job": ([*ring_run, "--on-failure", "replace", "--standbys", "1", sys.executable, *training], {})
             },
             "restart": {"job": ([*ring_run, sys.executable, *training], {})},
             "torchrun": {

@@ -145,7 +145,7 @@ def kills() -> str:
     record = load("kills")
     names = {
         "replace": '`on_failure="replace"`',
-        "spare": '`on_failure="replace"`, with a spare',
+        "spare": '`on_failure="replace"`, with a standby',
         "restart": "ring_plugins, restarted from a checkpoint",
         "torchrun": "DDP, `torchrun --max-restarts`",
         "torchft": "DDP, torchft",

@@ -147,15 +147,16 @@ def run(
             rich_help_panel=_HOW,
         ),
     ] = None,
-    spares: Annotated[
+    standbys: Annotated[
         int,
         typer.Option(
+            "--standbys",
             "--spares",
             parser=whole_number,
             metavar="<int>",
-            envvar="RING_SPARES",
+            envvar=["RING_STANDBYS", "RING_SPARES"],
             help="How many further processes wait in `init()` to take the places of lost ranks, or to be added, at "
-            "once, with `--on-failure replace`.",
+            "once, with `--on-failure replace`. `--spares` is the older name.",
             rich_help_panel=_HOW,
         ),
     ] = 0,
@@ -226,7 +227,7 @@ def run(
                 on_failure=on_failure.value,
                 min_ranks=min_ranks,
                 max_ranks=max_ranks,
-                spares=spares,
+                standbys=standbys,
                 check=check,
             )
         )

@@ -25,7 +25,7 @@ from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.replacements import Replacements, has_vanished, how_often
-from ring_plugins.launcher.spares import Spares
+from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
 _DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
@@ -123,7 +123,7 @@ def _run_ranks(
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
 
         def start(slot: int | None, world_rank: int) -> subprocess.Popen[bytes]:
-            """Start a rank, a process that takes the slot of one, or, without a slot, a spare."""
+            """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
             is_new = world_rank >= job.ranks
             was_there = slot is None or slot < len(supervisor.processes)
             out, err = relay.files(world_rank if slot is None else slot, again=is_new and was_there)
@@ -138,7 +138,7 @@ def _run_ranks(
                 stdout=out,
                 stderr=err,
                 index=slot if is_new else None,
-                is_spare=slot is None,
+                is_standby=slot is None,
             )
             if is_new:
                 relay.start()
@@ -148,9 +148,9 @@ def _run_ranks(
             start(rank, rank)
         relay.start()
         unused = iter(range(most, MOST_MEMBERS))
-        spares = Spares(supervisor, slots, plan.spares, unused, partial(start, None), relay.rename)
+        standbys = Standbys(supervisor, slots, plan.standbys, unused, partial(start, None), relay.rename)
         told = notify if plan.replaces else None
-        replacements = Replacements(supervisor, slots, job.ranks, unused, start, told, spares)
+        replacements = Replacements(supervisor, slots, job.ranks, unused, start, told, standbys)
         supervisor.is_out = replacements.is_out
         if plan.tolerates_losses:  # else it is the last line
             supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")

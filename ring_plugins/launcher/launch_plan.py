@@ -43,7 +43,7 @@ class Options:
     on_failure: Literal["end", "continue", "replace"] = "end"
     min_ranks: int | None = None
     max_ranks: int | None = None
-    spares: int = 0
+    standbys: int = 0
     check: bool = True
 
 
@@ -61,7 +61,7 @@ class LaunchPlan:
         is_local: whether all ranks run on this host.
         tolerates_losses: whether the other ranks go on when one is killed.
         replaces: whether another process takes its place.
-        spares: how many processes wait to do so.
+        standbys: how many processes wait to do so.
         max_ranks: up to how many ranks the job may grow; 0 for no more than at the start.
     """
 
@@ -73,7 +73,7 @@ class LaunchPlan:
     is_local: bool = False
     tolerates_losses: bool = False
     replaces: bool = False
-    spares: int = 0
+    standbys: int = 0
     max_ranks: int = 0
 
 
@@ -143,7 +143,7 @@ def make_plan(options: Options) -> LaunchPlan:
         is_local,
         tolerates_losses,
         options.on_failure == "replace",
-        options.spares,
+        options.standbys,
         options.max_ranks or 0,
     )
 
@@ -188,12 +188,12 @@ def _check(options: Options) -> None:
         raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks: give 1 or more.")
     if options.hosts and options.hostfile:
         raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
-    if options.spares < 0:
-        raise ArgumentError(f"--spares {options.spares} is not a number of processes: give 0 or more.")
-    if options.spares and options.on_failure != "replace":
+    if options.standbys < 0:
+        raise ArgumentError(f"--standbys {options.standbys} is not a number of processes: give 0 or more.")
+    if options.standbys and options.on_failure != "replace":
         raise ArgumentError(
-            f"--spares {options.spares} needs --on-failure replace, with which spare processes take the places of lost "
-            "ranks; or leave it out, and unset RING_SPARES."
+            f"--standbys {options.standbys} needs --on-failure replace, with which standby processes take the places "
+            "of lost ranks; or leave it out, and unset RING_STANDBYS."
         )
     if options.min_ranks is not None and options.on_failure == "end":
         raise ArgumentError(
@@ -212,10 +212,10 @@ def _check(options: Options) -> None:
 def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: bool) -> None:
     option = f"--on-failure {options.on_failure}"
     remedy = f"leave out {option}, and unset RING_ON_FAILURE."
-    if not is_local and options.spares:
+    if not is_local and options.standbys:
         raise ArgumentError(
-            f"--spares {options.spares} works on this host only: name no others, or leave it out and unset "
-            "RING_SPARES. Lost ranks are then replaced by processes that start at that moment."
+            f"--standbys {options.standbys} works on this host only: name no others, or leave it out and unset "
+            "RING_STANDBYS. Lost ranks are then replaced by processes that start at that moment."
         )
     if options.starter == "mpirun" or options.mpirun is not None or options.mpirun_options:
         raise ArgumentError(f"{option} does not work with mpirun, which ends all ranks: {remedy}")
@@ -230,9 +230,9 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
             f"--max-ranks {most} is not between the {ranks} ranks of the job and {limit}: change it, or "
             f"{config.MAX_RANKS.name} if that sets it."
         )
-    if options.spares > (most or ranks):
+    if options.standbys > (most or ranks):
         raise ArgumentError(
-            f"--spares {options.spares} is more than the {most or ranks} ranks whose places spares can take."
+            f"--standbys {options.standbys} is more than the {most or ranks} ranks whose places standbys can take."
         )
     if ranks == 1 and most is not None and most > 1:
         raise ArgumentError(f"--max-ranks {most}: a job of one rank cannot grow. Start it with -n 2 or more.")

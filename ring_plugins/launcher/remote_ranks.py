@@ -137,7 +137,8 @@ class RemoteRanks:
 def run_rank() -> None:
     """Run in a rank of `RemoteRanks`: fetch the call, run it, report its outcome, exit."""
     address, port, key = os.environ.pop(config.DRIVER.name).split()
-    # A process that may take the place of a lost rank has a number of its own, and a spare does not know its rank yet.
+    # A process that may take the place of a lost rank has a number of its own, and a standby does not know its rank
+    # yet.
     number = config.JOINS.get() if config.JOINS.is_set() else detect().rank
     if number is None:
         raise LaunchError("this process was not started by `ring run`; ring_plugins.run() starts it.")

@@ -2,8 +2,8 @@
 
 A new process is started only while a rank lives that can give it the state of the training. Until it has joined, its
 end does not matter to the job. But a script that fails before it joins would fail again, so a slot is filled a few
-times an hour at most, and no more once one has found that no process can join in this script. Where there are spares
-(spares.py), one of them gets the slot.
+times an hour at most, and no more once one has found that no process can join in this script. Where there are standbys
+(standbys.py), one of them gets the slot.
 
 A job that may grow has slots that nobody has taken yet. `add` lets processes take them, in order. Until a process has
 joined by such a slot, all behind it wait. So if the slot is given up, those behind it are, too.
@@ -20,7 +20,7 @@ from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.growth import refusal
 from ring_plugins.launcher.hosts import is_this_host
-from ring_plugins.launcher.spares import Spares
+from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
 #: How often a slot is filled again within an hour, and the seconds of an hour.
@@ -37,7 +37,7 @@ class Replacements:
         world_ranks: numbers that no process of the job has had.
         start: starts a process for a slot that joins under a world rank.
         notify: shows one line to the user; None if slots stay empty.
-        spares: processes that need not be started first; None if there are none.
+        standbys: processes that need not be started first; None if there are none.
         ranks: on one of several hosts, the ranks of this host's slots at the job's start, and from which number on
             world ranks are new.
 
@@ -55,11 +55,11 @@ class Replacements:
         world_ranks: Iterator[int],
         start: Callable[[int, int], object],
         notify: Callable[[str], None] | None,
-        spares: Spares | None,
+        standbys: Standbys | None,
         ranks: tuple[Sequence[int], int] | None = None,
     ) -> None:
         self._supervisor, self._slots, self._start, self._notify = supervisor, slots, start, notify
-        self._world_ranks, self._spares = world_ranks, spares
+        self._world_ranks, self._standbys = world_ranks, standbys
         self._size = size
         # What users call the slots, and from which world rank on processes are new.
         names, self._first_new = ranks or (range(slots.number), size)
@@ -159,8 +159,8 @@ class Replacements:
                 self._fill(slot, self._notify)
         while len(self._ranks) < self._wanted and self._fill(len(self._ranks), self._notify):
             pass
-        if self._spares is not None:
-            self._spares.fill_up(self._notify)
+        if self._standbys is not None:
+            self._standbys.fill_up(self._notify)
 
     def _note_joined(self) -> None:
         for slot, rank in enumerate(self._ranks):
@@ -200,9 +200,9 @@ class Replacements:
             self._give_up(slot, f"{name} {how} {len(lately)} times within an hour", notify)
             return False
         self._slots.clear(slot)
-        if self._spares is not None and (spare := self._spares.take(slot)) is not None:
-            world_rank = spare
-            notify(f"a spare process {'becomes' if is_added else 'takes the place of'} {name}.")
+        if self._standbys is not None and (standby := self._standbys.take(slot)) is not None:
+            world_rank = standby
+            notify(f"a standby process {'becomes' if is_added else 'takes the place of'} {name}.")
         elif (unused := self._unused(slot)) is not None:
             world_rank = unused
             notify(f"starting another process {'as' if is_added else 'in the place of'} {name}.")

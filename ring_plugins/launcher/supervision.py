@@ -57,7 +57,7 @@ class Supervisor:
 
     Attributes:
         processes: in the order of their start.
-        spares: further processes, for which nobody waits and whose ends do not matter; they end with the others.
+        standbys: further processes, for which nobody waits and whose ends do not matter; they end with the others.
         signalled: the last signal that this process received, None if none.
         own_helpers: returns the process ids of children that are no orphans of the job.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
@@ -68,7 +68,7 @@ class Supervisor:
     def __init__(self, tolerates_losses: bool = False, slots: Slots | None = None) -> None:
         self._tolerates_losses, self._slots = tolerates_losses, slots
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.spares: list[subprocess.Popen[bytes]] = []
+        self.standbys: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
         self.is_out: Callable[[int], bool] = lambda index: False
@@ -85,7 +85,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill_all([*self.processes, *self.spares])
+        _kill_all([*self.processes, *self.standbys])
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         adopt_orphans(False)
@@ -104,7 +104,7 @@ class Supervisor:
         stderr: int | None = None,
         index: int | None = None,
         own_session: bool = False,
-        is_spare: bool = False,
+        is_standby: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process, which gets `end_signal` if this process ends before it.
 
@@ -113,7 +113,7 @@ class Supervisor:
             end_signal: see above.
             index: that it gets in `processes`, of one that has ended or behind the last; None for the latter.
             own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C.
-            is_spare: whether it becomes one of `spares` instead.
+            is_standby: whether it becomes one of `standbys` instead.
 
         Raises:
             LaunchError: the program cannot be run.
@@ -140,8 +140,8 @@ class Supervisor:
             raise LaunchError(
                 f"{command[0]} cannot be run: {error.strerror}; does a script lack its #! line?"
             ) from error
-        if is_spare:
-            self.spares.append(process)
+        if is_standby:
+            self.standbys.append(process)
         else:
             self._put(process, len(self.processes) if index is None else index)
         return process
@@ -150,10 +150,10 @@ class Supervisor:
         self._note_ends()  # of the one in whose place it comes
         self.processes[index : index + 1] = [process]
 
-    def slot_spare(self, spare: subprocess.Popen[bytes], index: int) -> None:
-        """Put one of `spares` into the place of the process of an index that has ended, or behind the last."""
-        self.spares.remove(spare)
-        self._put(spare, index)
+    def slot_standby(self, standby: subprocess.Popen[bytes], index: int) -> None:
+        """Put one of `standbys` into the place of the process of an index that has ended, or behind the last."""
+        self.standbys.remove(standby)
+        self._put(standby, index)
 
     def wait(self, find_trouble: Callable[[], str | None] = lambda: None) -> tuple[int, str | None]:
         """Wait until all processes have ended.
@@ -197,7 +197,7 @@ class Supervisor:
                 had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
             time.sleep(0.02)
         self._note_ends()
-        _kill_all([*self.processes, *self.spares])
+        _kill_all([*self.processes, *self.standbys])
         if self.signalled is not None:
             return 128 + self.signalled, trouble
         if self.has_succeeded():
@@ -261,7 +261,7 @@ class Supervisor:
         """
         family = children()
         own = [process.pid for process in self.processes]
-        known = self.own_helpers().union(own, [spare.pid for spare in self.spares])
+        known = self.own_helpers().union(own, [standby.pid for standby in self.standbys])
         orphans = [pid for pid in family.get(os.getpid(), []) if pid not in known]
         is_busy = any(family.get(pid) for pid in own)
         if had_orphans and not is_busy:

@@ -94,7 +94,7 @@ def _forked(plan: Plan) -> Ended:
 def _replaced(plan: Plan) -> Ended:
     if plan.nodes:
         return run_replaced_between_hosts([*map(int, plan.nodes.split(","))], partial(train, plan), HANGS)
-    return run_replaced(plan.ranks, plan.spares, partial(train, plan), HANGS, plan.most)
+    return run_replaced(plan.ranks, plan.standbys, partial(train, plan), HANGS, plan.most)
 
 
 CASES = {

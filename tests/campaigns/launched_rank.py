@@ -26,8 +26,8 @@ def own_number() -> int:
 def main() -> None:
     plan = plan_of(sys.argv[1])
     os.environ["KERAS_BACKEND"] = plan.backend
-    if plan.spares:
-        os.environ["RING_SPARES"] = str(plan.spares)
+    if plan.standbys:
+        os.environ["RING_STANDBYS"] = str(plan.standbys)
     if plan.stops > float(LAUNCHED_TIMEOUT):
         os.environ["RING_TIMEOUT"] = LAUNCHED_TIMEOUT
     if not {"RING_LOSSES_TOLERATED", "RING_SLOT"} & set(os.environ):  # `ring run` starts this script again

@@ -63,8 +63,8 @@ def _started(plan: Plan, cluster: Cluster | None) -> AbstractContextManager[Job]
         return start(SCRIPT, each[0], args)
     env = {}
     if plan.launcher == "ring run":
-        spares = ["--spares", str(plan.spares)] if plan.spares else []
-        command = [RING, "run", "-n", str(plan.ranks), *policy, *spares, "--", sys.executable]
+        standbys = ["--standbys", str(plan.standbys)] if plan.standbys else []
+        command = [RING, "run", "-n", str(plan.ranks), *policy, *standbys, "--", sys.executable]
     elif plan.launcher == "MPICH":
         home = find_mpich()
         assert home is not None

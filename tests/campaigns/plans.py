@@ -95,7 +95,7 @@ class Plan:
         compression: of gradients between hosts, with error feedback; "" for none.
         steps: of the training.
         replaces: whether other processes take the places of lost ones.
-        spares: that wait.
+        standbys: that wait.
         most: up to how many ranks the job grows; 0 for no more than at the start.
         adds: in which steps it is asked for how many added ranks.
         case: of `healing.CASES`.
@@ -115,7 +115,7 @@ class Plan:
     compression: str = ""
     steps: int = STEPS
     replaces: bool = False
-    spares: int = 0
+    standbys: int = 0
     most: int = 0
     adds: tuple[tuple[int, int], ...] = ()
     case: str = ""
@@ -197,7 +197,7 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
     sizes = [drawn.randint(2, 4)]
     if hosts:  # with 6 ranks at most, over which averages are exact
         sizes = list(drawn.choice([(1, 2), (2, 2), (3, 1), (2, 3), (3, 3), (2, 1, 2), (1, 3, 1), (2, 2, 2), (1, 2, 3)]))
-    ranks, spares = sum(sizes), 0 if hosts else drawn.choice([0, 0, 1, 2])
+    ranks, standbys = sum(sizes), 0 if hosts else drawn.choice([0, 0, 1, 2])
     first = [sum(sizes[:host]) for host in range(len(sizes))]
     stays = {start + drawn.randrange(size) for start, size in zip(first, sizes, strict=True)}
     mortals = [rank for rank in range(ranks) if rank not in stays]
@@ -215,7 +215,7 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
     nodes = ",".join(map(str, sizes)) if hosts else ""
     return Plan(
         seed, number, ranks, tuple(faults), skips=(REPLACING_STEPS, 0), nodes=nodes, steps=REPLACING_STEPS,
-        replaces=True, spares=spares, case=case,
+        replaces=True, standbys=standbys, case=case,
     )  # fmt: skip
 
 
@@ -230,8 +230,8 @@ def draw_launched(seed: int, number: int) -> Plan:
         if hosts:
             sizes = drawn.choice([(2, 2), (2, 3), (3, 1), (3, 2)][: 4 if is_uneven else 1])
         plan = _many_replaced(drawn, sizes)
-        spares = 0 if hosts else drawn.choice([0, 0, 1, 2])
-        plan = replace(plan, spares=spares)
+        standbys = 0 if hosts else drawn.choice([0, 0, 1, 2])
+        plan = replace(plan, standbys=standbys)
     else:
         most = 5 if face == "torch" else 4 if backend == "torch" else 3
         sizes = drawn.choice([(3,), (4,), (5,), (5,)][: most - 2])

@@ -1,7 +1,7 @@
 """Forked jobs in which processes take the places of lost ranks.
 
 This process does what `ring run` does: it fills the slots of ranks that died, with the launcher's own `Replacements`
-and `Spares`. So several processes in a row may have a slot.
+and `Standbys`. So several processes in a row may have a slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.replacements import Replacements
-from ring_plugins.launcher.spares import Spares
+from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 from tests.forked_ranks import Ended, be_rank, collect, free_port
 
@@ -49,7 +49,7 @@ class Forked:
 
 def run_replaced(
     ranks: int,
-    spares: int,
+    standbys: int,
     function: Callable[[int], Any],
     seconds: float,
     most: int = 0,
@@ -59,7 +59,7 @@ def run_replaced(
 
     Args:
         ranks: of the job.
-        spares: that wait until a rank is lost.
+        standbys: that wait until a rank is lost.
         function: gets the number of its process: its rank for the first ones.
         seconds: after which a job hangs, and is ended.
         most: up to how many ranks it grows, which a rank asks this process for.
@@ -80,7 +80,7 @@ def run_replaced(
             started.append(one := Forked(process, function, variables, directory))
             kept: Any = one
             if slot is None:
-                supervisor.spares.append(kept)
+                supervisor.standbys.append(kept)
             else:
                 supervisor.processes[slot : slot + 1] = [kept]
             return one
@@ -88,7 +88,7 @@ def run_replaced(
         for rank in range(ranks):
             start(rank, rank)
         unused = iter(range(most, MOST_MEMBERS))
-        waiting = Spares(supervisor, places, spares, unused, lambda rank: start(None, rank), lambda *_: None)
+        waiting = Standbys(supervisor, places, standbys, unused, lambda rank: start(None, rank), lambda *_: None)
         replacements = Replacements(supervisor, places, ranks, unused, start, lambda _: None, waiting)
         supervisor.is_out = replacements.is_out
         with GrowthRequests(replacements.add) as requests:
@@ -103,7 +103,7 @@ def run_replaced(
 
 
 def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], Any], seconds: float) -> Ended:
-    """As `run_replaced`, of ranks that act as several hosts, each with a supervisor of its own, and without spares.
+    """As `run_replaced`, of ranks that act as several hosts, each with a supervisor of its own, and without standbys.
 
     Args:
         sizes: how many ranks each host has.

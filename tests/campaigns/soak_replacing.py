@@ -67,7 +67,7 @@ def train(kept: int, until: float, process: int) -> dict[str, Any]:
     return {"slot": slot, "steps": state.step, "held": measured}
 
 
-def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, Any], list[str]]:
+def run(seconds: float, ranks: int, standbys: int, kept: int) -> tuple[dict[str, Any], list[str]]:
     """Run a job; returns what the process that stays and the launcher's have held, and what is wrong."""
     replacements.MOST = 10**6  # a real job gives up a slot that is lost too often
     until, here = time.time() + seconds, list[dict[str, float]]()
@@ -76,7 +76,7 @@ def run(seconds: float, ranks: int, spares: int, kept: int) -> tuple[dict[str, A
         if time.time() > until - seconds + len(here) * seconds / 20:
             here.append(held())
 
-    ended = run_replaced(ranks, spares, lambda process: train(kept, until, process), seconds + 120, meanwhile=measure)
+    ended = run_replaced(ranks, standbys, lambda process: train(kept, until, process), seconds + 120, meanwhile=measure)
     finished = sorted(one["slot"] for one in ended.found.values())
     there = ended.found.get(kept, {"held": []})
     wrong = [] if finished == list(range(ranks)) else [f"only slots {finished} have finished: {ended.codes}"]
@@ -90,11 +90,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--kept", type=int, default=0, help="the rank that does not die")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found, wrong = run(options.seconds, options.ranks, options.spares, options.kept)
+    found, wrong = run(options.seconds, options.ranks, options.standbys, options.kept)
     print(f"{options.ranks} ranks, rank {options.kept} stays: {len(found['rank'])} joins, {found['steps']} steps")
     for who in ("rank", "launcher"):
         measured = found[who]

@@ -99,7 +99,7 @@ def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
 def test_where_ranks_are_replaced_somebody_stays_and_joiners_die_too():
     plans = [draw(1, number, ["replaced"]) for number in range(300)]
     assert {fault.point for plan in plans for fault in plan.faults} == {*STEP_POINTS, *NEW_POINTS}
-    assert {plan.spares for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}
+    assert {plan.standbys for plan in plans} == {0, 1, 2} and {plan.ranks for plan in plans} == {2, 3, 4}
     assert all(0 < sum(fault.process < plan.ranks for fault in plan.faults) < plan.ranks for plan in plans)
     for plan in [draw(1, number, ["replaced on hosts"]) for number in range(300)]:
         sizes, victims = [*map(int, plan.nodes.split(","))], {fault.process for fault in plan.faults}

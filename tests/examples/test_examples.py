@@ -61,17 +61,17 @@ def test_survive(example, killed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("standbys", [0, 1])
 @pytest.mark.parametrize("example", ["lightning_survive.py", "keras_survive.py"])
-def test_survive_while_others_take_the_places(example, spares):
+def test_survive_while_others_take_the_places(example, standbys):
     """How many ranks there are at the end depends on how fast processes start."""
-    env = {"RING_SPARES": str(spares)}
+    env = {"RING_STANDBYS": str(standbys)}
     result = run_ranks(EXAMPLES / example, 1, "spawned", ["--on-failure", "replace"], env=env, timeout=120)
     closing_line = closing(result, r"^ranks \d, [\d.]+ s, validation accuracy ([\d.]+)$")
     assert float(closing_line[1]) >= 0.96
     assert len(re.findall(r"^epoch +\d+, ranks \d", result.stdout, re.MULTILINE)) == 12, result
     assert " joined; the job goes on with " in result.output, result
-    assert ("a spare process takes the place of rank" in result.output) == bool(spares), result
+    assert ("a standby process takes the place of rank" in result.output) == bool(standbys), result
 
 
 @pytest.mark.slow

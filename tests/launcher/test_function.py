@@ -202,14 +202,14 @@ def test_the_call_fails_if_the_job_cannot_go_on(victims, how, error):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("spares", ["0", "1"])
-def test_a_process_that_takes_a_lost_place_returns_its_result(spares, capfd):
-    variables = {"RING_SPARES": spares}
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_a_process_that_takes_a_lost_place_returns_its_result(standbys, capfd):
+    variables = {"RING_STANDBYS": standbys}
     found = ring.run(train, (signal.SIGKILL, 20), ranks=3, on_failure="replace", env=variables, timeout=120)
     assert [one[:4] for one in found] == [(0, 0, 3, False), (1, 1, 3, True), (2, 2, 3, False)]
     assert found[0][4] == found[1][4] == found[2][4]
     assert found.lost == {}
-    assert ("a spare process takes the place of rank 1" in capfd.readouterr().err) == (spares == "1")
+    assert ("a standby process takes the place of rank 1" in capfd.readouterr().err) == (standbys == "1")
 
 
 @pytest.mark.slow

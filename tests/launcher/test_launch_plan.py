@@ -125,9 +125,9 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     assert planned.job.environment.items() >= variables.items()
     assert not planned.replaces
     replacing = make_plan(Options(COMMAND, ranks=3, on_failure="replace"))
-    assert replacing.tolerates_losses and replacing.replaces and replacing.spares == 0
-    growing = make_plan(Options(COMMAND, ranks=3, on_failure="replace", spares=2, max_ranks=4))
-    assert (growing.spares, growing.max_ranks, growing.job.environment["RING_MAX_RANKS"]) == (2, 4, "4")
+    assert replacing.tolerates_losses and replacing.replaces and replacing.standbys == 0
+    growing = make_plan(Options(COMMAND, ranks=3, on_failure="replace", standbys=2, max_ranks=4))
+    assert (growing.standbys, growing.max_ranks, growing.job.environment["RING_MAX_RANKS"]) == (2, 4, "4")
     between = make_plan(Options(COMMAND, hosts="far1:2,far2:2", on_failure="replace", max_ranks=6))
     assert between.hosts == ("far1", "far2") and between.max_ranks == 6
     assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
@@ -138,16 +138,19 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"hosts": "far1:2", "on_failure": "replace", "spares": 1}, "--spares 1 works on this host only"),
+        ({"hosts": "far1:2", "on_failure": "replace", "standbys": 1}, "--standbys 1 works on this host only"),
         ({"hosts": "far1:2", "on_failure": "replace", "max_ranks": 257}, "--max-ranks 257 is not between the 2 .* 256"),
         ({"starter": "mpirun"}, "does not work with mpirun"),
         ({"mpirun": "/opt/mpirun"}, "does not work with mpirun"),
         ({"ranks": 2, "min_ranks": 3}, "--min-ranks 3 is not between 1 and the 2 ranks"),
         ({"ranks": 2, "min_ranks": 0}, "--min-ranks 0 is not between"),
         ({"ranks": 2, "min_ranks": 2, "on_failure": "end"}, "--min-ranks 2 needs --on-failure continue or replace"),
-        ({"ranks": 2, "spares": 1}, "--spares 1 needs --on-failure replace"),
-        ({"ranks": 2, "on_failure": "replace", "spares": 1000}, "--spares 1000 is more than the 2 ranks whose places"),
-        ({"ranks": 2, "spares": -1}, "--spares -1 is not a number of processes"),
+        ({"ranks": 2, "standbys": 1}, "--standbys 1 needs --on-failure replace"),
+        (
+            {"ranks": 2, "on_failure": "replace", "standbys": 1000},
+            "--standbys 1000 is more than the 2 ranks whose places",
+        ),
+        ({"ranks": 2, "standbys": -1}, "--standbys -1 is not a number of processes"),
         ({"ranks": 2, "max_ranks": 4}, "--max-ranks 4 needs --on-failure replace"),
         ({"ranks": 4, "max_ranks": 2, "on_failure": "replace"}, "--max-ranks 2 is not between the 4 ranks"),
         ({"ranks": 1, "max_ranks": 2, "on_failure": "replace"}, "a job of one rank cannot grow"),

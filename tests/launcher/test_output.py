@@ -19,7 +19,7 @@ def test_lines_are_tagged_with_their_rank_and_a_last_line_is_completed(capsys):
     assert sorted(printed.err.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
-def test_lines_of_a_spare_are_tagged_with_the_rank_that_it_becomes(capsys):
+def test_lines_of_a_standby_are_tagged_with_the_rank_that_it_becomes(capsys):
     with Relay(tag=True) as relay:
         out, err = (os.dup(file) for file in relay.files(3))
         os.close(err)

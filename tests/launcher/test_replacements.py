@@ -9,7 +9,7 @@ import pytest
 
 from ring_plugins.core.rendezvous.slots import HOPELESS, SlotOwner, Slots
 from ring_plugins.launcher.replacements import Replacements
-from ring_plugins.launcher.spares import Spares
+from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
 
@@ -20,26 +20,26 @@ class Job:
         self.supervisor, self.told, self.started = supervisor, [], []
         self.slots = Slots(np.zeros(Slots.nbytes(4), np.uint8))
         self.next, self.ends = "sys.exit(1)", True
-        self.spare, self.renamed = "time.sleep(3600)", []
+        self.standby, self.renamed = "time.sleep(3600)", []
         self.unused = iter(range(4, 20))
         self.keep(0)
 
-    def keep(self, spares):
-        """Have so many spares from now on."""
-        spares = Spares(self.supervisor, self.slots, spares, self.unused, self.start_spare, self.rename)
+    def keep(self, standbys):
+        """Have so many standbys from now on."""
+        standbys = Standbys(self.supervisor, self.slots, standbys, self.unused, self.start_standby, self.rename)
         self.replacements = Replacements(
-            self.supervisor, self.slots, 2, self.unused, self.start, self.told.append, spares
+            self.supervisor, self.slots, 2, self.unused, self.start, self.told.append, standbys
         )
         self.supervisor.is_out = self.replacements.is_out
 
     def rename(self, world_rank, slot):
         self.renamed.append((world_rank, slot))
 
-    def start_spare(self, world_rank):
+    def start_standby(self, world_rank):
         self.started.append((None, world_rank))
-        code = f"import os, sys, time; {self.spare}"
-        process = self.supervisor.start([sys.executable, "-c", code], os.environ, is_spare=True)
-        if "sleep" not in self.spare:
+        code = f"import os, sys, time; {self.standby}"
+        process = self.supervisor.start([sys.executable, "-c", code], os.environ, is_standby=True)
+        if "sleep" not in self.standby:
             process.wait()
         return process
 
@@ -155,7 +155,7 @@ def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     assert joiner.wait(10) == -9
 
 
-def test_a_spare_that_waits_gets_the_slot_and_another_is_started(job):
+def test_a_standby_that_waits_gets_the_slot_and_another_is_started(job):
     job.keep(2)
     job.replacements.tick()
     assert not job.started  # nobody is there yet who could let it join
@@ -164,22 +164,22 @@ def test_a_spare_that_waits_gets_the_slot_and_another_is_started(job):
     job.join(1, 1)
     job.replacements.tick()
     assert job.started == [(None, 4), (None, 5)]
-    job.slots.wait_as_spare(5)  # the other is not there yet
-    ready = job.supervisor.spares[1]
+    job.slots.wait_as_standby(5)  # the other is not there yet
+    ready = job.supervisor.standbys[1]
     dying.kill()
     dying.wait()
     job.replacements.tick()
     assert job.started == [(None, 4), (None, 5), (None, 6)] and job.renamed == [(5, 1)]
     assert job.slots.given(5) == 1 and job.supervisor.processes == [living, ready]
     assert job.replacements.filled == {} and job.replacements.is_out(1)
-    assert job.told == ["a spare process takes the place of rank 1."]
+    assert job.told == ["a standby process takes the place of rank 1."]
     job.join(1, 5)
     assert job.replacements.filled == {1: 1} and not job.replacements.is_out(1)
-    spares = job.supervisor.spares
+    standbys = job.supervisor.standbys
     living.kill()
     ready.kill()
     job.supervisor.wait()
-    assert len(spares) == 2 and all(spare.poll() == -9 for spare in spares)  # nobody waits for them
+    assert len(standbys) == 2 and all(standby.poll() == -9 for standby in standbys)  # nobody waits for them
 
 
 def test_a_script_in_which_no_process_can_join_is_tried_once(job):
@@ -213,17 +213,17 @@ def test_a_process_that_joined_and_died_again_counts(job):
     living.kill()
 
 
-def test_spares_that_end_unused_are_replaced_a_few_times_and_count_for_no_slot(job):
+def test_standbys_that_end_unused_are_replaced_a_few_times_and_count_for_no_slot(job):
     job.run("time.sleep(3600)")
     dying = job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
     job.keep(1)
-    job.spare = "os.kill(os.getpid(), 9)"
+    job.standby = "os.kill(os.getpid(), 9)"
     for _ in range(8):
         job.replacements.tick()
     assert job.started == [(None, rank) for rank in range(4, 9)] and job.replacements.filled == {}
-    assert job.told[0].startswith("a spare process was killed by SIGKILL")
+    assert job.told[0].startswith("a standby process was killed by SIGKILL")
     assert job.told[-1].endswith("before it was needed, the 5th within an hour; no more are started.")
     assert len(job.told) == 5
     dying.kill()
@@ -258,13 +258,13 @@ def test_added_ranks_take_the_slots_that_nobody_has_had(job):
     assert job.replacements.add(3) == "no: 3 asked for, but 2 of the job's 4 slots (--max-ranks 4) are free"
     job.keep(1)
     job.replacements.tick()
-    job.slots.wait_as_spare(4)
+    job.slots.wait_as_standby(4)
     assert job.replacements.add(2) == "ok: ranks 2, 3 will join where an epoch begins"
     assert job.slots.in_use == 4
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
     assert job.started == [(None, 4), (3, 3), (None, 5)] and job.renamed == [(4, 2)]
-    assert job.told == ["a spare process becomes rank 2.", "starting another process as rank 3."]
+    assert job.told == ["a standby process becomes rank 2.", "starting another process as rank 3."]
     assert job.replacements.is_out(2) and job.replacements.late == [2, 3] and job.replacements.added == []
     job.join(2, 4)
     job.supervisor.processes[3].kill()

@@ -2,7 +2,7 @@
 
 TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process at that slot, or by the joiner whose
 number is the next if the point begins with "joiner", or by every joiner at that slot if it begins with "every
-joiner". Where there are spares, it dies once one of them waits; TEST_KILLED_SPARE is the number of one that dies
+joiner". Where there are standbys, it dies once one of them waits; TEST_KILLED_STANDBY is the number of one that dies
 while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
 that many seconds. TEST_ADDED says who asks for added ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
 on several hosts the number may be followed by a host, and TEST_WHERE says where the added slots are: {slot: host}.
@@ -73,8 +73,8 @@ HOSTS = int(os.environ.get("TEST_HOSTS", "1"))
 ADDED, WHERE = json.loads(os.environ.get("TEST_ADDED", "[]")), json.loads(os.environ.get("TEST_WHERE", "{}"))
 #: Slots that processes on hosts without ranks are to have, for whom members wait when they are asked for.
 REMOTE_JOINERS = set(json.loads(os.environ.get("TEST_REMOTE_JOINERS", "[]")))
-#: Of a spare that dies while it waits.
-KILLED_SPARE = int(os.environ.get("TEST_KILLED_SPARE", "-1"))
+#: Of a standby that dies while it waits.
+KILLED_STANDBY = int(os.environ.get("TEST_KILLED_STANDBY", "-1"))
 
 
 def ask(number: int, job: int | None, host: str | None = None) -> str:
@@ -106,10 +106,10 @@ def slots_here(ranks: int, number: int) -> set[int]:
     return awaited.union(range(ranks))
 
 
-def wait_for_spare() -> None:
-    """Wait until a spare waits that has no slot yet and lives on; return at once if there are none."""
-    others = [number for number in range(100) if number != KILLED_SPARE]
-    places, wanted = slots(), os.environ.get("RING_SPARES", "0") != "0"
+def wait_for_standby() -> None:
+    """Wait until a standby waits that has no slot yet and lives on; return at once if there are none."""
+    others = [number for number in range(100) if number != KILLED_STANDBY]
+    places, wanted = slots(), os.environ.get("RING_STANDBYS", "0") != "0"
     while wanted and not any(places.has_come(one) and places.given(one) is None for one in others):
         time.sleep(0.01)
 
@@ -149,7 +149,7 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int =
         if point.startswith("round"):
             end_in_round(int(point.split()[1]), point.split()[2])
         else:
-            wait_for_spare()
+            wait_for_standby()
             end_at(point)
     if FAILURES.name and len(slots_taken()) < ranks:
         while not slots().has_waiting() and not have_all_failed():
@@ -246,6 +246,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("RING_JOINS") == str(KILLED_SPARE):
+    if os.environ.get("RING_JOINS") == str(KILLED_STANDBY):
         threading.Timer(0.5, die).start()
     main()

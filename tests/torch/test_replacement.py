@@ -78,24 +78,24 @@ def test_another_process_takes_the_place_of_rank_0_and_the_job_grows():
 
 
 @pytest.mark.slow
-def test_a_spare_takes_the_place_at_once_and_the_next_one_that_of_the_next_rank():
-    """RING_SPARES is what `ring run --spares` reads, too."""
-    result = train([[0, 2, "now"], [2, 7, "now"]], env={"RING_SPARES": "1"})
+def test_a_standby_takes_the_place_at_once_and_the_next_one_that_of_the_next_rank():
+    """RING_STANDBYS is what `ring run --standbys` reads, too."""
+    result = train([[0, 2, "now"], [2, 7, "now"]], env={"RING_STANDBYS": "1"})
     found, _ = check(result)
     assert found["history"] == [[0, 1, 2]] * 2 + [[1, 2]] * 2 + [[0, 1, 2]] * 3 + [[0, 1]] * 2 + [[0, 1, 2]] * 3
     assert found["numbers"] == [3, 1, 4]
-    assert "ring run: a spare process takes the place of rank 0.\n" in result.output
-    assert "ring run: a spare process takes the place of rank 2.\n" in result.output
+    assert "ring run: a standby process takes the place of rank 0.\n" in result.output
+    assert "ring run: a standby process takes the place of rank 2.\n" in result.output
     assert "starting another process" not in result.output and "before it was needed" not in result.output
 
 
 @pytest.mark.slow
-def test_a_spare_that_is_killed_while_it_waits_is_replaced_and_so_is_one_that_is_killed_while_it_joins():
-    result = train([[1, 2, "now"]], env={"RING_SPARES": "1", "TEST_KILLED_SPARE": "3"})
+def test_a_standby_that_is_killed_while_it_waits_is_replaced_and_so_is_one_that_is_killed_while_it_joins():
+    result = train([[1, 2, "now"]], env={"RING_STANDBYS": "1", "TEST_KILLED_STANDBY": "3"})
     found, _ = check(result)
     assert found["numbers"] == [0, 4, 2]
-    assert "a spare process was killed by SIGKILL (out of memory? `kill -9`?) before it was needed." in result.output
-    found, _ = check(train([[1, 2, "now"], [1, 0, "joiner round 2 in"]], env={"RING_SPARES": "1"}))
+    assert "a standby process was killed by SIGKILL (out of memory? `kill -9`?) before it was needed." in result.output
+    found, _ = check(train([[1, 2, "now"], [1, 0, "joiner round 2 in"]], env={"RING_STANDBYS": "1"}))
     assert found["numbers"] == [0, 4, 2]
 
 
@@ -119,14 +119,14 @@ def test_nobody_waits_long_for_a_joiner_that_is_stopped_while_it_joins(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("spares", [False, True])
-def test_lost_ranks_are_replaced_under_launchers_by_spares_too(launcher, spares):
+@pytest.mark.parametrize("standbys", [False, True])
+def test_lost_ranks_are_replaced_under_launchers_by_standbys_too(launcher, standbys):
     result = train(
-        [[1, 2, "now"], [0, 6, "now"]], launcher=command(launcher, 3), env={"RING_SPARES": "1"} if spares else {}
+        [[1, 2, "now"], [0, 6, "now"]], launcher=command(launcher, 3), env={"RING_STANDBYS": "1"} if standbys else {}
     )
     found, _ = check(result)
     assert found["numbers"] == [4, 3, 2]
-    taken = "a spare process takes" if spares else "starting another process in"
+    taken = "a standby process takes" if standbys else "starting another process in"
     assert result.output.count(f"ring run: {taken} the place of rank") == 2
 
 
@@ -173,15 +173,15 @@ GROWING = [sys.executable, "-m", "ring_plugins", "run", "-n", "2", "--on-failure
         *(([[victim, 5, f"round {n} in"]], None) for victim, n in ((0, 2), (1, 3))),
     ],
 )
-@pytest.mark.parametrize("spares", ["0", "1"])
-def test_a_job_grows_from_two_to_four_ranks_whoever_dies_meanwhile(deaths, numbers, spares):
-    env = {"TEST_ADDED": "[[1, 1, 2]]", "TEST_MOST": "4", "TEST_EPOCHS": "4", "RING_SPARES": spares}
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_a_job_grows_from_two_to_four_ranks_whoever_dies_meanwhile(deaths, numbers, standbys):
+    env = {"TEST_ADDED": "[[1, 1, 2]]", "TEST_MOST": "4", "TEST_EPOCHS": "4", "RING_STANDBYS": standbys}
     result = train(deaths, ranks=2, env=env, launcher=[*GROWING, sys.executable])
     found = result.reports[0]["found"]
     check(result, range(4), epochs=4, steps=found["ends"][-1])
     assert found["history"][:5] == [[0, 1]] * 5 and found["history"][-1] == [0, 1, 2, 3]
     assert found["ends"][0] == 6 and found["ends"][-1] - found["ends"][-2] == 3
-    assert spares == "1" or numbers in (None, found["numbers"])
+    assert standbys == "1" or numbers in (None, found["numbers"])
 
 
 @pytest.mark.slow

@@ -273,12 +273,13 @@ MAX_RANKS = Variable(
     "[healing](healing.md#add-ranks)",
     shown_default="as at the start",
 )
-SPARES = Variable(
-    "RING_SPARES",
+STANDBYS = Variable(
+    "RING_STANDBYS",
     WHOLE_NUMBER,
     0,
     "how many further processes wait to take the places of lost ranks at once if RING_ON_FAILURE is `replace`: see "
-    "[healing](healing.md#spares)",
+    "[healing](healing.md#standbys)",
+    older="RING_SPARES",
 )
 NCCL_LIBRARY = Variable(
     "RING_NCCL_LIBRARY",

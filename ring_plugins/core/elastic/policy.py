@@ -78,7 +78,7 @@ class FailurePolicy(NamedTuple):
         """Variables that are set, but have no effect with this policy, each with what it needs."""
         either, replace = f"{config.ON_FAILURE.name}=continue or replace", f"{config.ON_FAILURE.name}=replace"
         needs = {config.MIN_RANKS: (self.continues, either), config.MAX_RANKS: (self.replaces, replace)}
-        needs[config.SPARES] = self.replaces, replace
+        needs[config.STANDBYS] = self.replaces, replace
         return [
             f"{variable.name}={variable.get()} has no effect without {other}."
             for variable, (is_met, other) in needs.items()

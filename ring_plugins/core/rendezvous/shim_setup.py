@@ -102,9 +102,10 @@ def become_launcher_shim(
         raise ArgumentError(
             f"max_ranks={max_ranks} does not work under {record.by} on several hosts, only on one: leave it out."
         )
-    if size is None and (spares := config.SPARES.get()):
+    if size is None and (standbys := config.STANDBYS.get()):
         raise ArgumentError(
-            f"{config.SPARES.name}={spares} does not work under {record.by} on several hosts, only on one: unset it. "
+            f"{config.STANDBYS.name}={standbys} does not work under {record.by} on several hosts, only on one: unset "
+            f"it. "
             'With on_failure="replace", lost ranks are then replaced by processes that start at that moment.'
         )
     refused = f'on_failure="{on_failure}" does not work under {record.by} if'

@@ -14,7 +14,7 @@ reads there how far each process is, and how the end of one is meant.
   others have joined. A host that has no member yet gets the join info of another host (launcher/added_hosts.py). The
   *remote joiners* are processes that wait to join on hosts without members, where no member sees them; the supervisor
   writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
-- **Spares** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
+- **Standbys** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
   Behind the rows are two integers for each: whether it waits, and the slot that it has got.
 """
 
@@ -35,8 +35,8 @@ from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
-#: Bytes of a row, and of the integers of spares, two for each world rank.
-_ROW, _SPARES = 64, 16 * MOST_MEMBERS
+#: Bytes of a row, and of the integers of standbys, two for each world rank.
+_ROW, _STANDBYS = 64, 16 * MOST_MEMBERS
 #: The integers of a row. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
@@ -46,7 +46,7 @@ _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
 #: How the process of a slot said that it ends: it has told the others, or is ended by the failure of one of them; or
 #: another in its place would end in the same way, instead of joining.
 TOLD, FOLLOWED, HOPELESS = 1, 2, 3
-#: A spare's integers: whether it waits, and one more than the slot that it has got, which may happen before.
+#: A standby's integers: whether it waits, and one more than the slot that it has got, which may happen before.
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
 _JSON, _WRITES = 256 * 1024, 2.0
@@ -66,7 +66,7 @@ class SlotOwner(NamedTuple):
 
 
 class Slots:
-    """The rows of all slots, behind one that tells how many are in use, and the integers of spares.
+    """The rows of all slots, behind one that tells how many are in use, and the integers of standbys.
 
     Args:
         memory: `nbytes` of it, zeros to begin with.
@@ -74,13 +74,13 @@ class Slots:
 
     def __init__(self, memory: Bytes) -> None:
         self._used = memory[:_ROW].view(np.int64)
-        self._rows = memory[_ROW:-_SPARES].view(np.int64).reshape(-1, _ROW // 8)
-        self._spares = memory[-_SPARES:].view(np.int64).reshape(-1, 2)
+        self._rows = memory[_ROW:-_STANDBYS].view(np.int64).reshape(-1, _ROW // 8)
+        self._standbys = memory[-_STANDBYS:].view(np.int64).reshape(-1, 2)
 
     @staticmethod
     def nbytes(number: int) -> int:
         """Bytes for this many slots."""
-        return (1 + number) * _ROW + _SPARES
+        return (1 + number) * _ROW + _STANDBYS
 
     @property
     def number(self) -> int:
@@ -141,12 +141,12 @@ class Slots:
 
     def end_all(self) -> None:
         """Say that all processes are told to end, before they get SIGTERM."""
-        self._spares[0, _HAS_COME] = 1  # no spare has the world rank 0
+        self._standbys[0, _HAS_COME] = 1  # no standby has the world rank 0
 
     @property
     def is_ending(self) -> bool:
         """Whether all are told to end, rather than one to leave."""
-        return bool(self._spares[0, _HAS_COME])
+        return bool(self._standbys[0, _HAS_COME])
 
     def is_taken(self, slot: int) -> bool:
         """Whether a process has said that this slot is its own."""
@@ -224,23 +224,23 @@ class Slots:
         """Those that take part, as far as they live."""
         return self._in_state(_MEMBER)
 
-    # Spares -----------------------------------------------------------------------------------------
+    # Standbys -----------------------------------------------------------------------------------------
 
-    def wait_as_spare(self, world_rank: int) -> None:
-        """Say that a spare waits, under the world rank that it will have."""
-        self._spares[world_rank, _HAS_COME] = 1
+    def wait_as_standby(self, world_rank: int) -> None:
+        """Say that a standby waits, under the world rank that it will have."""
+        self._standbys[world_rank, _HAS_COME] = 1
 
     def has_come(self, world_rank: int) -> bool:
-        """Whether a spare has said so."""
-        return bool(self._spares[world_rank, _HAS_COME])
+        """Whether a standby has said so."""
+        return bool(self._standbys[world_rank, _HAS_COME])
 
     def give(self, slot: int, world_rank: int) -> None:
-        """Give a slot to a spare."""
-        self._spares[world_rank, _GIVEN] = slot + 1
+        """Give a slot to a standby."""
+        self._standbys[world_rank, _GIVEN] = slot + 1
 
     def given(self, world_rank: int) -> int | None:
-        """The slot that a spare has got, None for none."""
-        return int(self._spares[world_rank, _GIVEN]) - 1 if self._spares[world_rank, _GIVEN] else None
+        """The slot that a standby has got, None for none."""
+        return int(self._standbys[world_rank, _GIVEN]) - 1 if self._standbys[world_rank, _GIVEN] else None
 
     def _in_state(self, state: int) -> list[SlotOwner]:
         publish()

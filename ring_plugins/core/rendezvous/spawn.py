@@ -48,7 +48,7 @@ _EXIT = 1.0
 #: More ranks than this for each usable processor are more likely a slip of the hand than a test.
 _CROWDED = 4
 #: In place of the rank of a process that is to wait for a free slot, and the seconds between two of its looks.
-_SPARE, _LOOK = -1, 0.01
+_STANDBY, _LOOK = -1, 0.01
 #: At the start of this process.
 _MEMORY_KILLS = memory_kills()
 #: Where the script was started, which may have changed directory since.
@@ -64,7 +64,7 @@ class _Spawned(NamedTuple):
 
     Attributes:
         fd: of the segment.
-        rank: of the process, `_SPARE` for a spare.
+        rank: of the process, `_STANDBY` for a standby.
         size: of the job, as the process is to see it before it has met the others.
         parent: process id of its parent, 0 if that may be another.
         slots: how many there are.
@@ -82,10 +82,10 @@ class _Spawned(NamedTuple):
 
     @property
     def variables(self) -> dict[str, str]:
-        # LOCAL_RANK is what Lightning's rank_zero_only reads at import. A spare does not speak for the job yet.
+        # LOCAL_RANK is what Lightning's rank_zero_only reads at import. A standby does not speak for the job yet.
         return {
             config.SPAWNED.name: ":".join(map(str, self)),
-            "LOCAL_RANK": str(self.size if self.rank == _SPARE else self.rank),
+            "LOCAL_RANK": str(self.size if self.rank == _STANDBY else self.rank),
         }
 
 
@@ -94,12 +94,12 @@ def child_environment(segment: Segment, rank: int | None, size: int, parent: int
 
     Args:
         segment: of `SharedMemoryRendezvous.nbytes(ranks, slots)` bytes.
-        rank: of the process; None for a spare, which gets the slot of a lost rank in `connect`.
+        rank: of the process; None for a standby, which gets the slot of a lost rank in `connect`.
         size: of the job; for a process that joins later, of the slots that are in use then.
         parent: process id that the rank's parent must have, or 0 if the first descendant to arrive is the rank.
         slots: number of them, if the job may grow beyond its size.
     """
-    return _Spawned(segment.fd, _SPARE if rank is None else rank, size, parent, max(slots, size)).variables
+    return _Spawned(segment.fd, _STANDBY if rank is None else rank, size, parent, max(slots, size)).variables
 
 
 class SharedMemoryRendezvous:
@@ -200,7 +200,7 @@ def detect() -> LaunchRecord | None:
         _, rank, size, _, _ = _Spawned.read()
     except (ValueError, TypeError):
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
-    if rank == _SPARE:
+    if rank == _STANDBY:
         return LaunchRecord("spawned", started_by, None, size, None, size)
     # A script that starts itself is its own rank 0. The other ranks cannot tell `ring run` from one.
     by = "a script that started itself" if rank and started_by == _RING_RUN else started_by
@@ -233,7 +233,7 @@ def number_of_slots() -> int:
 def _join() -> SharedMemoryRendezvous:
     spawned = fd, rank, size, parent, number = _Spawned.read()
     end_with_parent()
-    meets_first_ranks = rank != _SPARE and not config.JOINS.is_set()
+    meets_first_ranks = rank != _STANDBY and not config.JOINS.is_set()
     nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Slots.nbytes(number)
     try:
         segment = Segment.inherited(fd, nbytes)
@@ -244,7 +244,7 @@ def _join() -> SharedMemoryRendezvous:
         ) from error
     found = SharedMemoryRendezvous(segment, rank, size, [], number)
     # `ring run` may start Python through a shell. The rank is then the first process that arrives.
-    if rank == _SPARE:
+    if rank == _STANDBY:
         has_arrived = found.slots.has_come(config.JOINS.get())
     elif config.JOINS.is_set():
         has_arrived = found.slots.is_taken(rank)
@@ -256,7 +256,7 @@ def _join() -> SharedMemoryRendezvous:
             "of it (a data loader's worker?), or the parent has ended. Call ring_plugins.init() in the ranks "
             "themselves."
         )
-    if rank == _SPARE:
+    if rank == _STANDBY:
         found.rank = _wait_for_slot(found.slots, config.JOINS.get())
         found.size = max(size, found.slots.size_until_joined(found.rank))
         os.environ |= spawned._replace(rank=found.rank, size=found.size).variables
@@ -264,12 +264,12 @@ def _join() -> SharedMemoryRendezvous:
 
 
 def _named(rank: int) -> str:
-    return "a spare" if rank == _SPARE else f"rank {rank}"
+    return "a standby" if rank == _STANDBY else f"rank {rank}"
 
 
 def _wait_for_slot(slots: Slots, world_rank: int) -> int:
-    """Wait as a spare until `ring run`, which ends this process with the job, gives it the slot of a lost rank."""
-    slots.wait_as_spare(world_rank)
+    """Wait as a standby until `ring run`, which ends this process with the job, gives it the slot of a lost rank."""
+    slots.wait_as_standby(world_rank)
     try:
         while (slot := slots.given(world_rank)) is None:
             time.sleep(_LOOK)

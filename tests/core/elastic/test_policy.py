@@ -54,10 +54,10 @@ def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
 
 
 def test_variables_that_have_no_effect_are_named(monkeypatch):
-    for name, value in (("RING_MIN_RANKS", "2"), ("RING_MAX_RANKS", "8"), ("RING_SPARES", "1")):
+    for name, value in (("RING_MIN_RANKS", "2"), ("RING_MAX_RANKS", "8"), ("RING_STANDBYS", "1")):
         monkeypatch.setenv(name, value)
     assert FailurePolicy.chosen("replace", None).idle_variables() == []
-    growth = [f"RING_{name} has no effect without RING_ON_FAILURE=replace." for name in ("MAX_RANKS=8", "SPARES=1")]
+    growth = [f"RING_{name} has no effect without RING_ON_FAILURE=replace." for name in ("MAX_RANKS=8", "STANDBYS=1")]
     assert FailurePolicy.chosen("continue", None).idle_variables() == growth
     least = "RING_MIN_RANKS=2 has no effect without RING_ON_FAILURE=continue or replace."
     assert FailurePolicy.chosen(None, None).idle_variables() == [least, *growth]

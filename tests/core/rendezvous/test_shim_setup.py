@@ -192,8 +192,10 @@ def test_what_cannot_work_is_refused(monkeypatch):
         without.setenv("RING_SHARED_MEMORY", "0")
         refused(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
     with monkeypatch.context() as kept:
-        kept.setenv("RING_SPARES", "1")
-        refused(several, r"RING_SPARES=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace")
+        kept.setenv("RING_STANDBYS", "1")
+        refused(
+            several, r"RING_STANDBYS=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace"
+        )
     with monkeypatch.context() as strangers:
         strangers.setattr(shim_setup, "why_users_are_unknown", lambda: "all users show as this one")
         refused(

@@ -70,16 +70,16 @@ def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_
     assert not slots.is_hopeless(0)
 
 
-def test_a_spare_waits_until_it_gets_a_slot():
+def test_a_standby_waits_until_it_gets_a_slot():
     slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
     assert not slots.has_come(4)
-    slots.wait_as_spare(4)
+    slots.wait_as_standby(4)
     assert slots.has_come(4) and slots.given(4) is None and not slots.has_come(3)
     slots.give(0, 4)
     assert slots.given(4) == 0 and slots.has_come(4) and not slots.is_taken(0)
     slots.give(1, 3)  # before it has come
     assert not slots.has_come(3)
-    slots.wait_as_spare(3)
+    slots.wait_as_standby(3)
     assert slots.given(3) == 1 and slots.has_come(3)
 
 

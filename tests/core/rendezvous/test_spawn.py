@@ -93,7 +93,7 @@ def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
         spawn._join()
 
 
-def test_a_spare_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(monkeypatch):
+def test_a_standby_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(monkeypatch):
     segment = Segment.create(SharedMemoryRendezvous.nbytes(2))
     monkeypatch.setattr(spawn, "end_with_parent", lambda: None)
     monkeypatch.setattr(Segment, "inherited", lambda *_: segment)
@@ -106,7 +106,7 @@ def test_a_spare_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(mon
     def give():
         while not slots.has_come(5):
             time.sleep(0.001)
-        with pytest.raises(LaunchError, match="inherited RING_SPAWNED from a spare but is not that rank"):
+        with pytest.raises(LaunchError, match="inherited RING_SPAWNED from a standby but is not that rank"):
             spawn._join()
         slots.give(1, 5)
 
