@@ -3,7 +3,7 @@
     python examples/survive.py               # four processes; one of them is killed in epochs 3, 6 and 9
     python examples/survive.py --kill        # nobody is killed, to compare the accuracy
 
-It differs from torch_loop.py in two arguments of `ring.init`, in shares of the data that are dealt anew in each epoch,
+It differs from torch_loop.py in two arguments of `ring.init`, in shards of the data that are dealt anew in each epoch,
 and in the lines that kill.
 """
 

@@ -11,7 +11,7 @@ def wait_for_joiners(missing: set[int], seconds: float) -> None:
     """Wait until processes wait for these slots, on several hosts for those of the own one; not longer than that."""
     places, world, end = slots(), current(), time.monotonic() + seconds
     if places is None:
-        here = world.processes.node_of_slot(world.share[0])
+        here = world.processes.node_of_slot(world.shard[0])
         missing = {slot for slot in missing if world.processes.node_of_slot(slot) == here}
 
     def waiting() -> list[int]:

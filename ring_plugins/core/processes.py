@@ -114,7 +114,7 @@ class Processes:
         topology: where this process stands among them; before it joins, among all slots.
         nodes: key of each process's host, by world rank.
         slots: of all processes, by world rank.
-        shares, past_shares: into how many shares data is divided, one for each slot that has ever had a member, and all
+        shards, past_shards: into how many shards data is divided, one for each slot that has ever had a member, and all
             such numbers that this process has seen.
         is_added: whether the job is to grow by this process, since nobody had its slot when it started; known on
             several hosts.
@@ -135,7 +135,7 @@ class Processes:
         self.slots = {**{rank: rank for rank in entries}, own: slot}
         self._node_of_slot = list(nodes)
         self.nodes = {rank: nodes[place] for rank, place in self.slots.items()}
-        self.shares, self.past_shares = len(nodes), {len(nodes)}
+        self.shards, self.past_shards = len(nodes), {len(nodes)}
         self.is_added = False
         self.topology: Topology = find_topology(slot, nodes, hosts)
 
@@ -164,10 +164,10 @@ class Processes:
         nodes, hosts = [self.nodes[rank] for rank in ranks], [self.entries[rank].host for rank in ranks]
         self.topology = find_topology(self.ranks.index(self.own), nodes, hosts)
 
-    def divide_among(self, shares: int) -> None:
-        """From now on, data is divided into so many shares."""
-        self.shares = shares
-        self.past_shares.add(shares)
+    def divide_among(self, shards: int) -> None:
+        """From now on, data is divided into so many shards."""
+        self.shards = shards
+        self.past_shards.add(shards)
 
     def can_be_replaced(self, ranks: Iterable[int]) -> bool:
         """Whether members are left on all hosts of these ranks."""

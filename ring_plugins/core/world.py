@@ -126,10 +126,10 @@ class World:
         return self.processes.ranks
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Which of how many shares of the data is this rank's: that of its slot, if lost ranks are replaced."""
+    def shard(self) -> tuple[int, int]:
+        """Which of how many shards of the data is this rank's: that of its slot, if lost ranks are replaced."""
         if self.replaces:
-            return self.processes.slot, self.processes.shares
+            return self.processes.slot, self.processes.shards
         return self.topology.rank, self.topology.size
 
     @property
@@ -422,7 +422,7 @@ class World:
         places = {"places": self.processes.places()} if self.elastic.mesh is not None else {}
         return {
             **entry, "view": self.elastic.view, "made": self._made, "server": self._server,
-            "secret": self._secret.decode(), "shares": self.processes.shares, "awaited": sorted(self.elastic.awaited),
+            "secret": self._secret.decode(), "shards": self.processes.shards, "awaited": sorted(self.elastic.awaited),
             **places,
         }  # fmt: skip
 
@@ -452,7 +452,7 @@ class World:
         self.processes.add(everyone, {rank: Entry(*one["member"]) for rank, one in told.items()}, nodes)
         if is_new:
             self._become_member(of_members, others, mesh)
-        self.processes.divide_among(max(of_members["shares"], 1 + everyone[-1].slot))
+        self.processes.divide_among(max(of_members["shards"], 1 + everyone[-1].slot))
         self.elastic.extend(everyone, joined, others, of_members["view"] + 1, renew)
         self._write_join_info()
         if is_new:

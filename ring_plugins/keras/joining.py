@@ -108,7 +108,7 @@ def share_state(
 
     def own() -> tuple[None, Any]:
         states = {name: _state_of(callback) for name, callback in _named(callbacks)}
-        return None, (told, states, places_in_orders(), current().share[0])
+        return None, (told, states, places_in_orders(), current().shard[0])
 
     def send(_: None, root: Callable[[], int]) -> None:
         nonlocal values
@@ -121,7 +121,7 @@ def share_state(
     result, states, places, slot = received
     for variable, value in zip(variables, values, strict=False):
         variable.assign(value)
-    own_slot, slots = current().share
+    own_slot, slots = current().shard
     for variable, value in zip(seeds, values[len(variables) :], strict=True):
         value.reshape(-1)[0] += (own_slot - slot) % slots * SEED_STRIDE
         variable.assign(value)

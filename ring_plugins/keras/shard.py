@@ -85,7 +85,7 @@ def shard(
         raise ArgumentError(f"shuffle={shuffle!r} must be True, False or, for a tf.data.Dataset, a positive number.")
     if not _is_integer(seed) or seed < 0:
         raise ArgumentError(f"seed={seed!r} must be an integer, zero or more.")
-    rank, size = connect().share
+    rank, size = connect().shard
     if isinstance(data, keras.utils.PyDataset):
         _refuse_if(remainder == "keep", remainder, "a PyDataset")
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")

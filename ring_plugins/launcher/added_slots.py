@@ -5,7 +5,7 @@ the whole of it. They start processes for the slots of their host, end those for
 say which have joined. So they have to agree on nothing but the list.
 
 Two kinds of slots can be given out: those of hosts whose ranks are all lost, and new ones behind all others, up to
-`--max-ranks`. New ones are taken in order on all hosts, since data has no share for a slot that nobody has had. While
+`--max-ranks`. New ones are taken in order on all hosts, since data has no shard for a slot that nobody has had. While
 the process of one cannot join, all behind it wait. Hence:
 
 - If a host is lost before its process has joined, that slot and all behind it are given out anew, among the hosts that

@@ -149,8 +149,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if world.is_initialized() and world.current().replaces:
-            share, shares = world.current().share
-            return {"num_replicas": shares, "rank": share}
+            shard, shards = world.current().shard
+            return {"num_replicas": shards, "rank": shard}
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property

@@ -19,16 +19,16 @@ def divide_anew(loader: Any) -> None:
     One that the script made for other numbers than those of its ranks stays as it is.
     """
     world = current()
-    share, shares = world.share
+    shard, shards = world.shard
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     for sampler in samplers:
-        if not isinstance(sampler, DistributedSampler) or sampler.rank != share or sampler.num_replicas == shares:
+        if not isinstance(sampler, DistributedSampler) or sampler.rank != shard or sampler.num_replicas == shards:
             continue
-        if sampler.num_replicas in world.processes.past_shares:
+        if sampler.num_replicas in world.processes.past_shards:
             fresh: DistributedSampler[Any] = DistributedSampler(
-                sampler.dataset, shares, share, sampler.shuffle, sampler.seed, sampler.drop_last
+                sampler.dataset, shards, shard, sampler.shuffle, sampler.seed, sampler.drop_last
             )
-            sampler.num_replicas, sampler.num_samples = shares, fresh.num_samples
+            sampler.num_replicas, sampler.num_samples = shards, fresh.num_samples
             sampler.total_size = fresh.total_size
 
 

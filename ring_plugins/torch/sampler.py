@@ -21,7 +21,7 @@ class ElasticSampler(Sampler[int]):
     `size() - 1` at the end of an epoch, so that all ranks have equally many.
 
     With `on_failure="replace"`, the samples of a lost rank wait for the process that takes its place instead. Those of
-    the steps until then are not trained on. If the job grows, the added ranks have shares of the next epoch.
+    the steps until then are not trained on. If the job grows, the added ranks have shards of the next epoch.
 
     Args:
         data: the dataset; its length is read at the start of each epoch.
@@ -48,13 +48,13 @@ class ElasticSampler(Sampler[int]):
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + self._epoch))
         while True:
             # Read at each draw: they change in the middle of an epoch, on all ranks in the same operation.
-            share, shares = current().share
-            if taken + shares > count:
+            shard, shards = current().shard
+            if taken + shards > count:
                 return
-            index = int(order[taken + share])
-            taken += shares
+            index = int(order[taken + shard])
+            taken += shards
             yield index
 
     def __len__(self) -> int:
         """How many samples this rank draws in an epoch in which no rank is lost from now on."""
-        return len(self._data) // current().share[1]
+        return len(self._data) // current().shard[1]

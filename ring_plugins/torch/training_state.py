@@ -89,8 +89,8 @@ class TrainingState:
         #: Whether `batches` runs, and over which data; and that of the last one in which `commit` was called.
         self._is_in_epoch, self._data = False, None
         self._trained_on: Any = None
-        #: Whether there is such data, and the number of shares in the last epoch; a joiner gets the others'.
-        self._commits_within, self._shares = False, current().processes.shares
+        #: Whether there is such data, and the number of shards in the last epoch; a joiner gets the others'.
+        self._commits_within, self._shards = False, current().processes.shards
         self._operations_at_join = -1
         #: Calls of `commit` since a process has last joined.
         self._commits = 0
@@ -123,8 +123,8 @@ class TrainingState:
             self._let_join(added=True)
         divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
-        if self._shares != current().processes.shares:
-            self._shares = current().processes.shares
+        if self._shards != current().processes.shards:
+            self._shards = current().processes.shards
             self._compare_lengths(length)
         skipped = 0
         if self._resumes:
@@ -180,7 +180,7 @@ class TrainingState:
         """All that a joiner needs; apart from tensors, it shares nothing with the live objects."""
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
-        own = ("_batch", "_batches", "_commits_within", "_shares")
+        own = ("_batch", "_batches", "_commits_within", "_shards")
         return {**found, **{name: getattr(self, name) for name in own}, "_trained": trained_parts(state)}
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class Follows(keras.callbacks.Callback):
 def main() -> None:
     ranks = int(os.environ["TEST_RANKS"])
     ring.init(ranks=ranks, on_failure="replace", min_ranks=int(os.environ.get("TEST_MIN", "1")))
-    assert (ring.rank(), ring.size()) == (current().share[0], ranks)
+    assert (ring.rank(), ring.size()) == (current().shard[0], ranks)
     is_new = current().is_joining
     keras.utils.set_random_seed(7)
     model = keras.Sequential([

@@ -284,7 +284,7 @@ GROWS = """
 
     class Follows(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            begin_step(state.step, own_deaths(current().share[0], 2), 2, current().share[0])
+            begin_step(state.step, own_deaths(current().shard[0], 2), 2, current().shard[0])
 
         def on_train_batch_end(self, batch, logs=None):
             state.step += 1
@@ -377,7 +377,7 @@ NOTED = """
             found[f"fit {number} epoch {epoch}"] = [list(training.taken), list(validation.taken)]
 
     ring.init(ranks=2, on_failure="replace")
-    slot, found = current().share[0], {}
+    slot, found = current().shard[0], {}
     mine = own_deaths(slot, 2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -454,7 +454,7 @@ ACCUMULATES = """
             self.step += 1
 
     ring.init(ranks=2, on_failure="replace")
-    slot, mine = current().share[0], own_deaths(current().share[0], 2)
+    slot, mine = current().shard[0], own_deaths(current().shard[0], 2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.125, gradient_accumulation_steps=3), "mse")
     data = np.arange(8, dtype=np.float32)[:, None] / 8

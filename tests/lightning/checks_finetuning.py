@@ -67,7 +67,7 @@ def main() -> None:
         "rates": [group["lr"] for group in optimizer.param_groups],
         "numbers": ring.all_gather_object(current().world_rank),
     }
-    report("found", found, current().share[0])
+    report("found", found, current().shard[0])
 
 
 if __name__ == "__main__":

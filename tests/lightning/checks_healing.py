@@ -53,7 +53,7 @@ class Model(L.LightningModule):
             self.point in ("in step", "SIGTERM") or self.point.startswith("barrier")
         ):
             end_at(self.point)
-        # As many steps of the replay as there were optimizer steps, whatever share of the data is left.
+        # As many steps of the replay as there were optimizer steps, whatever shard of the data is left.
         return gradient(self.global_step % STEPS, self.me) * (self.large.sum() + self.small.sum())
 
     def on_train_batch_end(self, *_: Any) -> None:

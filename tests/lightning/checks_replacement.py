@@ -60,7 +60,7 @@ class Model(L.LightningModule):
         self.hooks: list[str] = []
 
     def setup(self, stage: str) -> None:
-        self.slot = current().share[0]
+        self.slot = current().shard[0]
         self.mine = own_deaths(self.slot, self.ranks)
         prepare_joiner(self.mine)
         if current().is_joining:

@@ -209,7 +209,7 @@ GROWS = """
             self.history, self.seen, self.validated = [], [], []
 
         def training_step(self, batch, index):
-            slot = current().share[0]
+            slot = current().shard[0]
             self.seen.append([self.current_epoch, int(batch)])
             begin_step(self.trainer.global_step, own_deaths(slot, 2), 2, slot)
             return gradient(self.trainer.global_step, slot) * self.weight.sum()

@@ -218,7 +218,7 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             batch = state.step - ([0, *state.ends][-1])
-            assert int(sample) == (batch * current().processes.shares + slot) % len(data)
+            assert int(sample) == (batch * current().processes.shards + slot) % len(data)
             begin_step(state.step, mine, ranks, slot)
             optimizer.zero_grad()
             (gradient(state.step, slot) * sum(parameter.sum() for parameter in model)).backward()

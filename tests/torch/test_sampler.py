@@ -14,7 +14,7 @@ class Job:
     """Ranks whose loaders are advanced one after the other, one batch a step."""
 
     def __init__(self, monkeypatch, ranks, samples, batch_size):
-        self._now = SimpleNamespace(share=None)
+        self._now = SimpleNamespace(shard=None)
         monkeypatch.setattr(sampler, "current", lambda: self._now)
         self.left = list(range(ranks))
         self.samplers = [ElasticSampler(range(samples)) for _ in range(ranks)]
@@ -22,7 +22,7 @@ class Job:
         self._batches = [iter(loader) for loader in self._loaders]
 
     def be(self, rank):
-        self._now.share = self.left.index(rank), len(self.left)
+        self._now.shard = self.left.index(rank), len(self.left)
 
     def step(self):
         """The batches of all ranks that are left; empty ones at the end."""

@@ -10,7 +10,7 @@
    exchange what they need (`take_part`, control/admission.py). A joiner's world rank is beyond those of the start;
    its slot is the lost rank's. So once all slots are taken, everyone has the rank with which the job began.
 
-A job grows in the same way: an added rank takes a slot that nobody has had. As no share of the data belongs to that
+A job grows in the same way: an added rank takes a slot that nobody has had. As no shard of the data belongs to that
 slot yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
 sees is the number of slots in use.
 
@@ -66,7 +66,7 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     if world.elastic.mesh is not None:
         return joining_between_hosts.admit(world, place, lost, added)
     assert places is not None
-    peers, shares_before = world.local_peers, world.processes.shares
+    peers, shards_before = world.local_peers, world.processes.shards
     with peers.own.ready_to_admit():
         start, waiting = repeated(
             lambda: world.communicator.broadcast_object(
@@ -78,9 +78,9 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     taken, ranks = {one.slot for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
     world.elastic.awaited = frozenset(one.slot for one in waiting)
-    # Data has no shares that nobody ever had, so slots beyond those are taken in order.
-    last = next(slot for slot in itertools.count(shares_before) if slot not in world.elastic.awaited or not added)
-    waiting = [one for one in waiting if (lost or one.slot >= shares_before) and one.slot < last]
+    # Data has no shards that nobody ever had, so slots beyond those are taken in order.
+    last = next(slot for slot in itertools.count(shards_before) if slot not in world.elastic.awaited or not added)
+    waiting = [one for one in waiting if (lost or one.slot >= shards_before) and one.slot < last]
     world.elastic.awaited -= {one.slot for one in waiting}
     if not waiting:
         return ()
@@ -95,7 +95,7 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     begin_together(new, lambda: [one.world_rank for one in places.members()])
     if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.joiners):
         slot_of, pids = {one.world_rank: one.slot for one in waiting}, world.processes.pids
-        logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shares_before))
+        logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards_before))
     return tuple(call.joiners)
 
 

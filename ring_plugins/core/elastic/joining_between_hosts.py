@@ -100,12 +100,12 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
     """
     mesh, joined, elastic = _mesh(world), join_point.joined, world.elastic
     while True:
-        began, shares = time.monotonic(), world.processes.shares
+        began, shards = time.monotonic(), world.processes.shards
         by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
         taken = world.processes.taken_slots
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
-        # Data has no shares that nobody ever had, so slots beyond those are taken in order.
-        lost, added = range(shares * join_point.lost), range(shares, shares + join_point.added)
+        # Data has no shards that nobody ever had, so slots beyond those are taken in order.
+        lost, added = range(shards * join_point.lost), range(shards, shards + join_point.added)
         next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
         elastic.awaited = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
@@ -118,7 +118,7 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
         joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
             slot_of, pids = {next_one.rank: next_one.slot}, world.processes.pids
-            logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shares))
+            logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards))
     return tuple(joined)
 
 
@@ -191,7 +191,7 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
     assert slot is not None
     assert transport is not None
     candidate = Candidate(world.world_rank, transport.listener)
-    where = {"slot": world.share[0], "address": transport.address, "port": transport.listener.port}
+    where = {"slot": world.shard[0], "address": transport.address, "port": transport.listener.port}
     entry = world.processes.entries[world.world_rank]
     own.announce(json.dumps({**where, "host": entry.host, "domain": entry.domain}))
     problems = list[str]()
@@ -234,7 +234,7 @@ def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int,
     slot = world.own_slot
     assert slot is not None
     how = "is to become" if world.elastic.is_added else "takes the place of"
-    who = f"process {os.getpid()}, which {how} rank {world.share[0]}, waits for the other ranks to {until}"
+    who = f"process {os.getpid()}, which {how} rank {world.shard[0]}, waits for the other ranks to {until}"
     with ProgressLine() as line:
         while True:
             if (found := candidate.called()) is not None:

@@ -236,7 +236,7 @@ class Elastic:
 
     def _job_without(self, ranks: Sequence[int]) -> tuple[int, bool]:
         """How many ranks it had at the most, and whether other processes take the places of these."""
-        return self._processes.shares, self._policy.replaces and self._processes.can_be_replaced(ranks)
+        return self._processes.shards, self._policy.replaces and self._processes.can_be_replaced(ranks)
 
     # Leaving on SIGTERM, and who waits to join ------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Elastic:
     @property
     def is_awaited(self) -> bool:
         """Whether processes wait to take the places of lost ranks."""
-        return any(slot < self._processes.shares for slot in self.awaited)
+        return any(slot < self._processes.shards for slot in self.awaited)
 
     @property
     def may_grow(self) -> bool:

@@ -19,7 +19,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     elastic = SimpleNamespace(
         mesh=SimpleNamespace(pending=[2]), awaited=frozenset(), agree_on_members=lambda: found.append("here")
     )
-    processes = SimpleNamespace(shares=3, taken_slots={0, 2})
+    processes = SimpleNamespace(shards=3, taken_slots={0, 2})
     communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
     world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator)
     assert joining_between_hosts.admit(world, "here", lost=True, added=False) == ()
@@ -38,7 +38,7 @@ def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch
     monkeypatch.setattr(joining_between_hosts, "_join_at", is_refused)
     world = SimpleNamespace(
         world_rank=9,
-        share=(1, 3),
+        shard=(1, 3),
         own_slot=SimpleNamespace(wait_to_join=lambda rank, address: None),
         transport=SimpleNamespace(address="127.0.0.1", listener=SimpleNamespace(port=1)),
         local_peers=SimpleNamespace(own=SimpleNamespace(address=(1, 2, 3), announce=lambda text: None)),
