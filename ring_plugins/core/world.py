@@ -422,7 +422,7 @@ class World:
         places = {"places": self.processes.places()} if self.elastic.mesh is not None else {}
         return {
             **entry, "view": self.elastic.view, "made": self._made, "server": self._server,
-            "secret": self._secret.decode(), "shards": self.processes.shards, "awaited": sorted(self.elastic.awaited),
+            "secret": self._secret.decode(), "shards": self.processes.shards, "pending": sorted(self.elastic.pending),
             **places,
         }  # fmt: skip
 
@@ -470,7 +470,7 @@ class World:
         peers, entries = self.local_peers, self.processes.entries
         peers.add(others)
         self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
-        self.elastic.awaited = frozenset(told["awaited"])  # who may join later, as all members have agreed
+        self.elastic.pending = frozenset(told["pending"])  # who may join later, as all members have agreed
         own = entries[self.world_rank]
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
         here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)

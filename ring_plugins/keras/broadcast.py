@@ -427,7 +427,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._after_exchange(self._stop.after_epoch(self._model))
         if self._model.optimizer is not None:
             check_equal_learning_rates(self._model.optimizer, self._communicator)
-        if current().elastic.is_awaited and joins_within_fit() and not self._model.stop_training:
+        if current().elastic.is_pending and joins_within_fit() and not self._model.stop_training:
             joined = admit(place_of_fit(self.params, self._model))
             if joined:
                 self._share_state(epoch, joined)

@@ -116,7 +116,7 @@ class TrainingState:
             check_equal(self._checksums, world.communicator)
         if world.elastic.changes.untold:
             world.elastic.tell_changes()
-        if world.elastic.awaited and (joined := admit(self._place(), added=True)):
+        if world.elastic.pending and (joined := admit(self._place(), added=True)):
             self._share(joined)
             world.elastic.tell_changes()
         elif largest != -negated_smallest:

@@ -86,7 +86,7 @@ class MeetingPoint:
         world = current()
         if world.is_joining:
             self._join(fetcher)
-        elif world.elastic.is_awaited:
+        elif world.elastic.is_pending:
             state = self._state()
             if joined := admit(self._place(fetcher)):
                 share_state(lambda: state, joined)
@@ -100,7 +100,7 @@ class MeetingPoint:
         is_added = world.elastic.is_added
         if is_added:
             self._receive_state(None)
-        elif world.elastic.awaited:
+        elif world.elastic.pending:
             state = self._state()
             if joined := admit(self._place(None), lost=False, added=True):
                 share_state(lambda: state, joined)

@@ -161,8 +161,8 @@ class TrainingState:
     def _let_join(self, added: bool) -> bool:
         """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
         world = current()
-        is_awaited = world.elastic.is_awaited or (added and world.elastic.awaited)
-        joined = admit(self._place(), added=added) if is_awaited else ()
+        is_pending = world.elastic.is_pending or (added and world.elastic.pending)
+        joined = admit(self._place(), added=added) if is_pending else ()
         if joined:
             self._share(joined)
             world.elastic.tell_changes()

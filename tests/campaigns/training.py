@@ -39,9 +39,9 @@ LOST_ROOT = "no broadcast from"
 NEVER = -1
 COLLECTIVES = ("all_reduce", "all_gather", "barrier", "all_gather_object", "broadcast_object")
 #: Seconds for which a step waits for processes that are to join, so that most do; and members for one that is stopped.
-AWAITED, PATIENCE = 5.0, 1.0
+PENDING, PATIENCE = 5.0, 1.0
 #: The same where new processes must import torch.
-LAUNCHED_AWAITED, LAUNCHED_PATIENCE = 60.0, 3.0
+LAUNCHED_PENDING, LAUNCHED_PATIENCE = 60.0, 3.0
 
 
 def gradient(step: int, slot: int) -> float:
@@ -236,7 +236,7 @@ class Loop:
                     request_ranks(number, os.getppid())
             in_use = places.in_use if places is not None else 0
             wanted = set(range(max(self._plan.ranks, in_use)))
-            wait_for_joiners(wanted.difference(taken()), LAUNCHED_AWAITED if self._plan.launcher else AWAITED)
+            wait_for_joiners(wanted.difference(taken()), LAUNCHED_PENDING if self._plan.launcher else PENDING)
         for point in ("forward", LEAVES, "skipped step"):
             mortal.at(point)
         averaged = self._update()

@@ -1,6 +1,6 @@
 """A job without a framework, so that it starts soon, in which other processes take the places of lost ones.
 
-TEST_DEATHS and TEST_AWAITED are as in tests/torch/checks_replacement.py. TEST_ADDED says that rank 0 asks for added
+TEST_DEATHS and TEST_PENDING are as in tests/torch/checks_replacement.py. TEST_ADDED says that rank 0 asks for added
 ranks: [step, number, host]. Then the job takes more steps until there are TEST_MOST ranks. Each reports what it has in
 the end, or the error with which it ends.
 """
@@ -20,7 +20,7 @@ from tests.joiners import wait_for_joiners
 from tests.mortal import end_at, end_in_round
 from tests.worker import report
 
-AWAITED, ADDED = float(os.environ.get("TEST_AWAITED", "0")), json.loads(os.environ.get("TEST_ADDED", "null"))
+PENDING, ADDED = float(os.environ.get("TEST_PENDING", "0")), json.loads(os.environ.get("TEST_ADDED", "null"))
 STEPS, MOST, LAST = 10, int(os.environ.get("TEST_MOST", "0")), 1000
 
 
@@ -52,7 +52,7 @@ class Training:
         self.step += 1
         if any(wants for *_, wants in told):
             elastic.change_members()
-        if elastic.awaited:
+        if elastic.pending:
             self.share(admit("here", added=True))
 
     def share(self, joined: tuple[int, ...]) -> None:
@@ -88,9 +88,9 @@ def main() -> None:
             if ADDED and slot == 0 and training.step == ADDED[0]:
                 report("answer", request_ranks(ADDED[1], None, ADDED[2]), slot)
             begin([point for step, point in mine if step == training.step and not is_new])
-            if AWAITED:
+            if PENDING:
                 missing = set(range(ranks)).difference(world.processes.taken_slots)
-                wait_for_joiners(missing, AWAITED)
+                wait_for_joiners(missing, PENDING)
             training.take_step(slot)
             time.sleep(0.1 if MOST else 0)
         numbers = ring.all_gather_object(world.world_rank)

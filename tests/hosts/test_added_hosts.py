@@ -19,11 +19,11 @@ def cluster():
         yield cluster
 
 
-def grow(cluster, deaths, added, where, most=6, awaited=True, remote=(), compares="--no-check"):
+def grow(cluster, deaths, added, where, most=6, pending=True, remote=(), compares="--no-check"):
     env = {"TEST_ADDED": json.dumps(added), "TEST_WHERE": json.dumps(where), "TEST_MOST": str(most), "TEST_EPOCHS": "4"}
     options = (compares, "--max-ranks", str(most)) if most else (compares,)
     env = {**env, "TEST_REMOTE_JOINERS": json.dumps(remote), **({} if most else {"TEST_MOST": "4"})}
-    result = train(cluster, deaths, env=env, options=options, awaited=awaited)
+    result = train(cluster, deaths, env=env, options=options, pending=pending)
     slots = [slot for slot in range(8) if "found" in result.reports.get(slot, {})]
     found, own = check(result, slots, epochs=4, steps=result.reports[0]["found"]["ends"][-1])
     return result, found, own, slots
@@ -69,14 +69,14 @@ def test_others_take_the_places_of_all_ranks_of_a_host_there_or_elsewhere(cluste
 
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_disturbs_nobody(cluster):
-    result, _, _, slots = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, awaited=False)
+    result, _, _, slots = grow(cluster, [], [[0, 1, 1, "nowhere"]], {"4": "nowhere"}, pending=False)
     assert slots == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on nowhere will join")
     assert "ring run: nowhere could not be reached, as the output above says; rank 4 will not join." in result.output
 
 
 @pytest.mark.slow
 def test_a_host_that_comes_at_the_very_end_does_not_keep_the_job(cluster):
-    result, _, _, slots = grow(cluster, [], [[0, 3, 1, "host3"]], {"4": "host3"}, awaited=False)
+    result, _, _, slots = grow(cluster, [], [[0, 3, 1, "host3"]], {"4": "host3"}, pending=False)
     assert slots == [0, 1, 2, 3] and result.reports[0]["answer"].startswith("rank 4 on host3 will join")
     assert re.search("host3 comes too late, .*; rank 4 will not join|rank 4 had not joined yet", result.output)
     assert not re.search("ranks? [:;,.]", result.output)

@@ -23,7 +23,7 @@ def cluster():
         yield cluster
 
 
-def start(cluster, deaths, env=None, awaited=True, ranks_per_host=2, script=CHECKS, options=("--no-check",), on=None):
+def start(cluster, deaths, env=None, pending=True, ranks_per_host=2, script=CHECKS, options=("--no-check",), on=None):
     """`ring run` on host1 over all hosts, or the first `on` ones, as docs/healing.md starts train.py."""
     names = cluster.hosts[:on]
     size = ranks_per_host * len(names)
@@ -31,7 +31,7 @@ def start(cluster, deaths, env=None, awaited=True, ranks_per_host=2, script=CHEC
         "TEST_DEATHS": json.dumps(deaths),
         "TEST_RANKS": str(size),
         "TEST_HOSTS": str(len(names)),
-        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
+        **({"TEST_PENDING": str(60 * slowness())} if pending else {}),
         **(env or {}),
     }
     where = ["-H", ",".join(f"{host}:{ranks_per_host}" for host in names)]
@@ -147,7 +147,7 @@ def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_wai
 
 @pytest.mark.slow
 def test_nobody_takes_the_places_of_all_ranks_of_a_host(cluster):
-    result = start(cluster, [[2, 2, "now"], [3, 2, "now"]], awaited=False).run(120)
+    result = start(cluster, [[2, 2, "now"], [3, 2, "now"]], pending=False).run(120)
     check(result, [0, 1])
     assert "ring run: nobody takes the place of ranks 2, 3: all ranks of host2 are lost" in result.output
     # A process may have started in the place of one of them before the other died.
@@ -222,7 +222,7 @@ def test_a_host_may_get_all_added_ranks_and_then_have_more_than_the_other(cluste
 @pytest.mark.slow
 def test_added_ranks_of_a_host_that_is_lost_join_on_another_one(cluster):
     deaths, added = [[2, 2, "now"], [3, 2, "now"]], [[0, 1, 2, "host2"]]
-    result = grow(cluster, deaths, added=added, where={"4": "host1", "5": "host1"}, awaited=False)
+    result = grow(cluster, deaths, added=added, where={"4": "host1", "5": "host1"}, pending=False)
     assert "ranks 4, 5 will join on host1, since host2 has no ranks any more." in result.output
     slots = [0, 1, *(slot for slot in (4, 5) if slot in result.reports and "found" in result.reports[slot])]
     check(result, slots, epochs=4, steps=result.reports[0]["found"]["ends"][-1])

@@ -26,14 +26,14 @@ def cluster():
         yield cluster
 
 
-def train(cluster, launcher, deaths, script=CHECKS, env=None, awaited=True):
+def train(cluster, launcher, deaths, script=CHECKS, env=None, pending=True):
     """Two ranks on each host, as docs/healing.md starts train.py."""
     env = {
         "TEST_DEATHS": json.dumps(deaths),
         "TEST_RANKS": "4",
         "TEST_HOSTS": "2",
         "RING_ON_FAILURE": "replace",
-        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
+        **({"TEST_PENDING": str(60 * slowness())} if pending else {}),
         **(env or {}),
     }
     return start(cluster, launcher, script, env).run(150)
@@ -78,7 +78,7 @@ def test_a_member_may_die_while_another_process_joins(cluster, launcher):
 
 
 def test_nobody_takes_the_places_of_all_ranks_of_a_host(cluster, launcher):
-    result = train(cluster, launcher, [[2, 2, "now"], [3, 2, "now"]], awaited=False)
+    result = train(cluster, launcher, [[2, 2, "now"], [3, 2, "now"]], pending=False)
     check(result, [0, 1])
     assert "ring run: nobody takes the place of ranks 2, 3: all ranks of host2 are lost" in result.output
 

@@ -1,6 +1,6 @@
 """A training loop without `fit` in which other processes take the places of ranks that are killed.
 
-TEST_DEATHS and TEST_AWAITED: see tests/torch/checks_replacement.py. TEST_FAULT is what is wrong with the script; "other
+TEST_DEATHS and TEST_PENDING: see tests/torch/checks_replacement.py. TEST_FAULT is what is wrong with the script; "other
 model" and "cannot load" are of the first joiner only.
 """
 

@@ -1,6 +1,6 @@
 """A `fit` in which other processes take the places of ranks that are killed. Reports what all have in the end.
 
-TEST_DEATHS and TEST_AWAITED: see tests/torch/checks_replacement.py. Points "in validation" and "while saving" are of an
+TEST_DEATHS and TEST_PENDING: see tests/torch/checks_replacement.py. Points "in validation" and "while saving" are of an
 epoch instead of a step. With TEST_FILES, callbacks write to that directory.
 """
 

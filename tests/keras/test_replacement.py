@@ -19,10 +19,10 @@ def gradient(step, slot):
     return 12.0 * ((7 * step + 3 * slot) % 5 - 2)
 
 
-def fit(backend, deaths, ranks=3, awaited=True, environment=None, **options):
+def fit(backend, deaths, ranks=3, pending=True, environment=None, **options):
     env = {
         "TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend,
-        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}), **(environment or {}),
+        **({"TEST_PENDING": str(60 * slowness())} if pending else {}), **(environment or {}),
     }  # fmt: skip
     return run_ranks(CHECKS, ranks, env=env, timeout=150, **options)
 
@@ -228,7 +228,7 @@ LOOP = Path(__file__).with_name("checks_loop.py")
 
 
 def loop(backend, deaths, fault="", **options):
-    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend, "TEST_AWAITED": str(60 * slowness())}
+    env = {"TEST_DEATHS": json.dumps(deaths), "KERAS_BACKEND": backend, "TEST_PENDING": str(60 * slowness())}
     return run_ranks(LOOP, 3, env={**env, "TEST_FAULT": fault}, timeout=150, **options)
 
 
@@ -325,14 +325,14 @@ def grown():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_grows_between_two_fits(backend):
-    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_AWAITED": str(60 * slowness())}
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_PENDING": str(60 * slowness())}
     result = run_ranks(GROWS, 2, env={**env, "KERAS_BACKEND": backend}, timeout=150)
     assert result.values("found") == grown()
 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_be_added_say_why_and_disturb_nobody():
-    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 1]]", "TEST_MOST": "4", "TEST_AWAITED": "6", "TEST_ONE_FIT": "1"}
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 1]]", "TEST_MOST": "4", "TEST_PENDING": "6", "TEST_ONE_FIT": "1"}
     result = run_ranks(GROWS, 2, env={**env, "KERAS_BACKEND": "torch"}, timeout=150)
     assert result.values("found") == [[[0, 1]]] * 2
     assert "ranks cannot be added within a fit(), whose data is divided once for all epochs" in result.output
@@ -429,7 +429,7 @@ def test_shuffled_data_goes_on_in_the_order_that_the_others_have(backend, way):
     if "loaders" in way and backend != "torch":
         pytest.skip("torch's loaders are for its backend")
     env = {"TEST_WAY": way.split()[0], **({"TEST_LOADER": "1"} if "loaders" in way else {})}
-    env |= {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_AWAITED": str(60 * slowness()), "KERAS_BACKEND": backend}
+    env |= {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_PENDING": str(60 * slowness()), "KERAS_BACKEND": backend}
     new, old = run_ranks(NOTED, 2, env=env, timeout=150).values("found")
     assert len(old) == len(new) + 1 == (3 if way == "state" else 5)
     for epoch, (training, validation) in new.items():
@@ -468,7 +468,7 @@ ACCUMULATES = """
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_process_may_join_before_the_first_update(backend):
-    env = {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_AWAITED": str(60 * slowness()), "KERAS_BACKEND": backend}
+    env = {"TEST_DEATHS": '[[0, 1, "now"]]', "TEST_PENDING": str(60 * slowness()), "KERAS_BACKEND": backend}
     new, old = run_ranks(ACCUMULATES, 2, env=env, timeout=150).values("found")
     assert new == old
     assert new[0] != [0, 0]

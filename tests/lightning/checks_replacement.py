@@ -1,6 +1,6 @@
 """A `Trainer.fit` in which other processes take the places of ranks that are killed. Reports what all have in the end.
 
-TEST_DEATHS and TEST_AWAITED: see tests/torch/checks_replacement.py. Points "in validation" and "in checkpoint" are of
+TEST_DEATHS and TEST_PENDING: see tests/torch/checks_replacement.py. Points "in validation" and "in checkpoint" are of
 an epoch instead of a step.
 """
 

@@ -16,10 +16,10 @@ CHECKS = Path(__file__).with_name("checks_replacement.py")
 EPOCHS, BATCHES, SEED = 3, 4, 7
 
 
-def fit(tmp_path, deaths, ranks=3, awaited=True, arguments=(), launcher="spawned", **options):
+def fit(tmp_path, deaths, ranks=3, pending=True, arguments=(), launcher="spawned", **options):
     env = {
         "TEST_DEATHS": json.dumps(deaths), "TEST_ROOT": str(tmp_path),
-        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}), **options.pop("env", {}),
+        **({"TEST_PENDING": str(60 * slowness())} if pending else {}), **options.pop("env", {}),
     }  # fmt: skip
     return run_ranks(CHECKS, ranks, launcher, list(arguments), env, timeout=150, **options)
 
@@ -185,7 +185,7 @@ def test_the_job_ends_when_fewer_than_min_ranks_are_left(tmp_path):
 @pytest.mark.slow
 def test_the_job_ends_while_a_process_waits_to_join(tmp_path):
     """The others do not wait for it; it ends without an error."""
-    result = fit(tmp_path, [[1, 10, "now"]], awaited=False)
+    result = fit(tmp_path, [[1, 10, "now"]], pending=False)
     check(result, [0, 2])
     assert "Traceback" not in result.output
 
@@ -266,7 +266,7 @@ def check_grown(result):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", [{}, {"TEST_SAMPLER": "1"}])
 def test_a_job_grows_where_an_epoch_begins(sampler):
-    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_AWAITED": str(60 * slowness())}
+    env = {"TEST_DEATHS": "[]", "TEST_ADDED": "[[1, 2, 2]]", "TEST_MOST": "4", "TEST_PENDING": str(60 * slowness())}
     result = run_ranks(GROWS, 2, env={**env, **sampler}, timeout=150)
     check_grown(result)
     assert "ring run: ranks 2, 3 joined, and all 4 ended normally." in result.output

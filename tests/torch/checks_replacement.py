@@ -3,7 +3,7 @@
 TEST_DEATHS says who dies: [[slot, step, point], ...], each by its first process at that slot, or by the joiner whose
 number is the next if the point begins with "joiner", or by every joiner at that slot if it begins with "every
 joiner". Where there are standbys, it dies once one of them waits; TEST_KILLED_STANDBY is the number of one that dies
-while it waits. With TEST_AWAITED, members that lack others wait in each step until processes wait to join, at most for
+while it waits. With TEST_PENDING, members that lack others wait in each step until processes wait to join, at most for
 that many seconds. TEST_ADDED says who asks for added ranks: [[slot, step, number], ...], of up to TEST_MOST in all;
 on several hosts the number may be followed by a host, and TEST_WHERE says where the added slots are: {slot: host}.
 TEST_REMOTE_JOINERS has the slots of a lost host for which members wait then.
@@ -154,8 +154,8 @@ def begin_step(number: int, mine: list[tuple[int, str]], ranks: int, slot: int =
     if FAILURES.name and len(slots_taken()) < ranks:
         while not slots().has_waiting() and not have_all_failed():
             time.sleep(0.01)
-    if "TEST_AWAITED" in os.environ:
-        wait_for_joiners(slots_here(ranks, number) - set(slots_taken()), float(os.environ["TEST_AWAITED"]))
+    if "TEST_PENDING" in os.environ:
+        wait_for_joiners(slots_here(ranks, number) - set(slots_taken()), float(os.environ["TEST_PENDING"]))
 
 
 class Loads:

@@ -14,10 +14,10 @@ from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
 CHECKS = Path(__file__).with_name("checks_replacement.py")
 
 
-def train(deaths, ranks=3, env=None, awaited=True, **options):
+def train(deaths, ranks=3, env=None, pending=True, **options):
     env = {
         "TEST_DEATHS": json.dumps(deaths),
-        **({"TEST_AWAITED": str(60 * slowness())} if awaited else {}),
+        **({"TEST_PENDING": str(60 * slowness())} if pending else {}),
         **(env or {}),
     }
     return run_ranks(CHECKS, ranks, env=env, timeout=120, **options)
@@ -219,7 +219,7 @@ def test_a_member_that_cannot_make_the_state_goes_on_and_the_next_one_gives_it()
 def test_a_script_that_fails_again_and_again_is_started_a_few_times(fault, tmp_path):
     """Before it joins, or when it has joined. The others wait for all of them."""
     deaths, env = [[1, 2, "now"], [1, 0, f"every joiner {fault}"]], {"TEST_FAILURES": str(tmp_path / "failures")}
-    result = train(deaths, awaited=False, env=env)
+    result = train(deaths, pending=False, env=env)
     found, own = check(result, [0, 2])
     assert found["history"][2:] == [[0, 2]] * (EPOCHS * BATCHES - 2)
     assert len([change for change in own[0]["changes"] if change[2]]) == (5 if fault == "load raises" else 0)

@@ -77,11 +77,11 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     members = world.processes.owners(peers)
     taken, ranks = {one.slot for one in members}, {one.world_rank for one in members}
     waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
-    world.elastic.awaited = frozenset(one.slot for one in waiting)
+    world.elastic.pending = frozenset(one.slot for one in waiting)
     # Data has no shards that nobody ever had, so slots beyond those are taken in order.
-    last = next(slot for slot in itertools.count(shards_before) if slot not in world.elastic.awaited or not added)
+    last = next(slot for slot in itertools.count(shards_before) if slot not in world.elastic.pending or not added)
     waiting = [one for one in waiting if (lost or one.slot >= shards_before) and one.slot < last]
-    world.elastic.awaited -= {one.slot for one in waiting}
+    world.elastic.pending -= {one.slot for one in waiting}
     if not waiting:
         return ()
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
@@ -229,11 +229,11 @@ def wait_for_call(own: SlotOwner, last_round: int, slots: Slots, until: str = "l
                     return call
             if not living:
                 return None
-            line.show(lambda found=living: what_is_awaited(own, found, until))  # type: ignore[misc]
+            line.show(lambda found=living: what_is_pending(own, found, until))  # type: ignore[misc]
             time.sleep(_LOOK)
 
 
-def what_is_awaited(own: SlotOwner, members: Sequence[Liveness], until: str) -> str:
+def what_is_pending(own: SlotOwner, members: Sequence[Liveness], until: str) -> str:
     """What a process that is to join waits for, without a full stop: which members, and what they have to do.
 
     Args:

@@ -107,7 +107,7 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
         # Data has no shards that nobody ever had, so slots beyond those are taken in order.
         lost, added = range(shards * join_point.lost), range(shards, shards + join_point.added)
         next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
-        elastic.awaited = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
+        elastic.pending = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
             break
         if mesh.pending is not None:  # they have found it here, since they have begun to let the process join

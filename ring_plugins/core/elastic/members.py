@@ -9,7 +9,7 @@ told where all ranks are at the same place. The changes differ in how they begin
   others through `go_on_without`, and repeats the operation (collectives/healing.py).
 - **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
   wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
-  (`awaited`).
+  (`pending`).
 - **A process that waits** joins where the script lets it (joining.py).
 """
 
@@ -71,7 +71,7 @@ class Elastic:
         slot: the row in which this process tells its host's supervisor how far it is; None without such.
 
     Attributes:
-        awaited: slots of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
+        pending: slots of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
         changes: the script's functions that are to hear of changes.
         notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
@@ -82,7 +82,7 @@ class Elastic:
     ) -> None:
         self._job, self._processes, self._peers, self._policy = job, processes, peers, policy
         self.slot = slot
-        self.awaited: frozenset[int] = frozenset()
+        self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
@@ -246,9 +246,9 @@ class Elastic:
         return self.notice.given or bool(self._sees_joiners())
 
     @property
-    def is_awaited(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether processes wait to take the places of lost ranks."""
-        return any(slot < self._processes.shards for slot in self.awaited)
+        return any(slot < self._processes.shards for slot in self.pending)
 
     @property
     def may_grow(self) -> bool:
@@ -272,8 +272,8 @@ class Elastic:
                 self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in joiners_here(places)}
             seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
             elsewhere = {int(one["slot"]) for one in places.remote_joiners()}.difference(self._processes.taken_slots)
-            return (seen | elsewhere) - self.awaited
-        return {one.slot for one in places.waiting()} - self.awaited
+            return (seen | elsewhere) - self.pending
+        return {one.slot for one in places.waiting()} - self.pending
 
     def change_members(self) -> None:
         """Let ranks leave that were told to end, and note whether others wait to join.
@@ -287,7 +287,7 @@ class Elastic:
         began, processes = time.monotonic(), self._processes
         own = (processes.own if self.notice.given else None, self._sees_joiners())
         asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
-        self.awaited = self.awaited.union(*seen)
+        self.pending = self.pending.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
         left = [rank for rank in processes.ranks if rank not in leaving]
         if not leaving:  # it has died meanwhile

@@ -12,7 +12,7 @@ from ring_plugins.core.base import progress_line
 from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
-from ring_plugins.core.elastic.joining import wait_for_call, what_is_awaited
+from ring_plugins.core.elastic.joining import wait_for_call, what_is_pending
 from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
 
 
@@ -125,12 +125,12 @@ def test_a_process_that_waits_to_join_says_for_whom_and_what_they_have_to_do(mon
     own, peers = SlotOwner(1, 3, (4711, 5, 4096)), Peers(monkeypatch, 3)
     members, until = [peers.own[0], peers.own[2]], "call TrainingState.commit()"
     who = "process 4711, which takes the place of rank 1, waits for "
-    assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
+    assert what_is_pending(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
     with peers.own[0].ready_to_admit():
-        assert what_is_awaited(own, members, until) == f"{who}rank 2 to call TrainingState.commit(), as rank 0 has"
+        assert what_is_pending(own, members, until) == f"{who}rank 2 to call TrainingState.commit(), as rank 0 has"
         with peers.own[2].ready_to_admit():
-            assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to let it join"
-    assert what_is_awaited(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
+            assert what_is_pending(own, members, until) == f"{who}ranks 0, 2 to let it join"
+    assert what_is_pending(own, members, until) == f"{who}ranks 0, 2 to call TrainingState.commit()"
 
 
 def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_left(monkeypatch):

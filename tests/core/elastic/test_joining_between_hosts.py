@@ -17,7 +17,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     found = []
     monkeypatch.setattr(joining_between_hosts, "_waiting_here", lambda world: [])
     elastic = SimpleNamespace(
-        mesh=SimpleNamespace(pending=[2]), awaited=frozenset(), agree_on_members=lambda: found.append("here")
+        mesh=SimpleNamespace(pending=[2]), pending=frozenset(), agree_on_members=lambda: found.append("here")
     )
     processes = SimpleNamespace(shards=3, taken_slots={0, 2})
     communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
