@@ -178,7 +178,7 @@ class World:
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
         if self.heals:
-            self.elastic.notice.install()
+            self.elastic.preemption_notice.install()
         if self.own_slot is not None:
             self._write_join_info()
             self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
@@ -458,7 +458,7 @@ class World:
         if is_new:
             assert self._monitor is not None
             self._monitor.start()
-            self.elastic.notice.install()
+            self.elastic.preemption_notice.install()
 
     def _become_member(self, told: Mapping[str, Any], others: Sequence[Liveness], mesh: Mesh | None) -> None:
         """Make what a member has beside its communicators.

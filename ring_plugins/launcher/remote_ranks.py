@@ -164,7 +164,8 @@ def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    # In a job that goes on without lost ranks, the first is only a notice (core/elastic/notice.py).
+    # In a job that goes on without lost ranks, the first is only a preemption notice
+    # (core/elastic/preemption_notice.py).
     while config.LOSSES_TOLERATED.is_set():
         time.sleep(_AGAIN_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -70,8 +70,8 @@ def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
     connector = trainer._signal_connector
     handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     notifier = connector._sigterm_notifier_fn
-    notice = world.current().elastic.notice if world.is_initialized() else None
-    if notice is not None and notice.is_installed and trainer.state.fn == "fit":
+    preemption_notice = world.current().elastic.preemption_notice if world.is_initialized() else None
+    if preemption_notice is not None and preemption_notice.is_installed and trainer.state.fn == "fit":
         handlers[:] = [handler for handler in handlers if handler != notifier]
         connector.received_sigterm = False  # of which the notice was taken, too
         return

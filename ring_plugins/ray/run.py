@@ -177,7 +177,7 @@ class _RankActor:
         spawn.started_by = tcp.started_by = "ring_plugins.ray.run"
         os.environ.update(environment)
         if config.LOSSES_TOLERATED.is_set():
-            # Ray's own handler would fail the rank; see core/elastic/notice.py.
+            # Ray's own handler would fail the rank; see core/elastic/preemption_notice.py.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if size:
             os.environ.update(child_environment(self._segment, rank, size, 0))

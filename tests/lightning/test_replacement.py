@@ -43,7 +43,7 @@ def check(result, slots=range(3), ranks=3):
         sum(slot + 1 for slot in members) / len(members) for members, _ in first["validated"]
     ]
     assert first["ranks"] == [[rank, len(found), slot] for rank, slot in enumerate(slots)]
-    assert first["on SIGTERM"] == "Notice._note"
+    assert first["on SIGTERM"] == "PreemptionNotice._note"
     assert first["writes"] == list(range(len(found))) and first["devices"] == len(found)
     own = [result.reports[slot]["own"] for slot in slots]
     for slot, one in zip(slots, own, strict=True):

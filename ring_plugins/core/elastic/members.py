@@ -35,8 +35,8 @@ from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
 from ring_plugins.core.elastic.join_offers import joiners_here
-from ring_plugins.core.elastic.notice import TERMINATED, Notice
 from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.elastic.preemption_notice import TERMINATED, PreemptionNotice
 from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
@@ -73,7 +73,7 @@ class Elastic:
     Attributes:
         pending: slots of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
         changes: the script's functions that are to hear of changes.
-        notice: whether this process was told to end, if the job goes on without it then.
+        preemption_notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
     """
 
@@ -87,7 +87,7 @@ class Elastic:
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
         self._first_changes: tuple[list[MembershipChange], int] | None = None
-        self.notice = Notice()
+        self.preemption_notice = PreemptionNotice()
         self._membership: Membership | Mesh | None = None
         self._succession: Succession | None = None
         self._in_collective = threading.RLock()
@@ -243,7 +243,7 @@ class Elastic:
     @property
     def wants_change(self) -> bool:
         """Whether this process was told to end, or sees that others wait to join: all ranks are to know."""
-        return self.notice.given or bool(self._sees_joiners())
+        return self.preemption_notice.given or bool(self._sees_joiners())
 
     @property
     def is_pending(self) -> bool:
@@ -285,7 +285,7 @@ class Elastic:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
         began, processes = time.monotonic(), self._processes
-        own = (processes.own if self.notice.given else None, self._sees_joiners())
+        own = (processes.own if self.preemption_notice.given else None, self._sees_joiners())
         asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.pending = self.pending.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
@@ -340,7 +340,7 @@ class Elastic:
         Raises:
             SystemExit: it ends.
         """
-        if self.notice.given:
+        if self.preemption_notice.given:
             places = self.slot or slots()
             if places is not None and places.is_ending:
                 self._job.exit_from_job(TERMINATED)
@@ -413,7 +413,7 @@ class Elastic:
 
     def close(self) -> None:
         """Leave the job."""
-        self.notice.close()
+        self.preemption_notice.close()
         if self.mesh is not None:
             self.mesh.close()
 

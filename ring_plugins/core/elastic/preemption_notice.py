@@ -25,7 +25,7 @@ from types import FrameType
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Notice:
+class PreemptionNotice:
     """Whether this process was told to end.
 
     Attributes:
@@ -39,7 +39,7 @@ class Notice:
         self.is_installed = False
 
     def install(self) -> None:
-        """Take SIGTERM for a notice from now on, unless the script has another use for it."""
+        """Take SIGTERM for a preemption notice from now on, unless the script has another use for it."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._note)
