@@ -29,7 +29,7 @@ import numpy as np
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.elastic.handover import hand_over
+from ring_plugins.core.elastic.state_transfer import transfer_state
 from ring_plugins.core.world import World, current
 from ring_plugins.keras.shard import go_on_in_orders, places_in_orders
 from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
@@ -98,10 +98,10 @@ def share_state(
         communicator: of all ranks.
 
     Returns:
-        What was told, in a process that has joined; None on the other ranks; see `hand_over`.
+        What was told, in a process that has joined; None on the other ranks; see `transfer_state`.
 
     Raises:
-        PeerFailed, ArgumentError: as for `hand_over`.
+        PeerFailed, ArgumentError: as for `transfer_state`.
     """
     variables, seeds = state_and_seeds(*parts)
     values: list[Array] = []
@@ -114,7 +114,7 @@ def share_state(
         nonlocal values
         values = [broadcast_array(value_of(variable), root(), communicator) for variable in [*variables, *seeds]]
 
-    received = hand_over(own, joined, send, communicator)
+    received = transfer_state(own, joined, send, communicator)
     if received is None:
         return None
     result: dict[str, Any]

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.elastic.handover import check_picklable, fails_alone, hand_over
 from ring_plugins.core.elastic.joining import admit, if_different, join
+from ring_plugins.core.elastic.state_transfer import check_picklable, fails_alone, transfer_state
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.compared_options import common_place, place_error
@@ -242,10 +242,10 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         joined: world ranks of those that have joined.
 
     Returns:
-        The state in a process that has joined, None on the other ranks; see `hand_over`.
+        The state in a process that has joined, None on the other ranks; see `transfer_state`.
 
     Raises:
-        PeerFailed, ArgumentError: as for `hand_over`.
+        PeerFailed, ArgumentError: as for `transfer_state`.
     """
     tensors: list[torch.Tensor] = []
 
@@ -266,6 +266,6 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
                 with purpose("TrainingState"):
                     communicator.broadcast(dense_memory(dense), root())
 
-    found = hand_over(described, joined, send)
+    found = transfer_state(described, joined, send)
     received = iter(tensors)
     return None if found is None else tree_map_only(Placeholder, lambda _: next(received), found)

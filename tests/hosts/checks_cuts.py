@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.elastic.handover import fails_alone, hand_over
 from ring_plugins.core.elastic.joining import admit, join
+from ring_plugins.core.elastic.state_transfer import fails_alone, transfer_state
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from tests.joiners import wait_for_joiners
@@ -64,7 +64,7 @@ class Training:
         def send(_: object, giver: object) -> None:
             large[0] = communicator.broadcast_object(self.large, giver())
 
-        state = hand_over(lambda: (None, (self.step, self.history, self.weights)), joined, send)
+        state = transfer_state(lambda: (None, (self.step, self.history, self.weights)), joined, send)
         if state is not None:
             with fails_alone():
                 (self.step, self.history, self.weights), self.large = state, large[0].copy()

@@ -14,10 +14,10 @@ def handed_over(state, monkeypatch):
     """What a process gets from one with this state, by the code of both."""
     told, sent = [], []
 
-    def as_one(rank, broadcast, hand_over):
+    def as_one(rank, broadcast, transfer_state):
         communicator = SimpleNamespace(rank=rank, broadcast=broadcast)
         monkeypatch.setattr(training_state, "current", lambda: SimpleNamespace(communicator=communicator))
-        monkeypatch.setattr(training_state, "hand_over", hand_over)
+        monkeypatch.setattr(training_state, "transfer_state", transfer_state)
         return share_state(lambda: state, [1])
 
     def give(described, joined, send):

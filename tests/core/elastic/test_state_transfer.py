@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
-from ring_plugins.core.elastic import handover
+from ring_plugins.core.elastic import state_transfer
 
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
     found = SimpleNamespace(world_rank=3, elastic=SimpleNamespace(changes=SimpleNamespace(untold=[])))
-    monkeypatch.setattr(handover, "current", lambda: found)
-    monkeypatch.setattr(handover, "untold_changes", lambda: ["a loss"])
-    monkeypatch.setattr(handover, "hear_of", found.elastic.changes.untold.extend)
+    monkeypatch.setattr(state_transfer, "current", lambda: found)
+    monkeypatch.setattr(state_transfer, "untold_changes", lambda: ["a loss"])
+    monkeypatch.setattr(state_transfer, "hear_of", found.elastic.changes.untold.extend)
     return found
 
 
@@ -22,7 +22,7 @@ def world(monkeypatch):
 def test_an_error_ends_a_process_that_takes_over_as_if_it_were_killed(error, capfd):
     if (child := os.fork()) == 0:
         try:
-            with handover.fails_alone():
+            with state_transfer.fails_alone():
                 raise error
         finally:
             os._exit(1)
@@ -35,7 +35,7 @@ def test_an_error_ends_a_process_that_takes_over_as_if_it_were_killed(error, cap
 
 @pytest.mark.parametrize("error", [PeerFailed("rank 1 failed.", 1), KeyboardInterrupt()])
 def test_the_failure_of_another_rank_is_raised_as_ever(error):
-    with pytest.raises(type(error)), handover.fails_alone():
+    with pytest.raises(type(error)), state_transfer.fails_alone():
         raise error
 
 
@@ -62,13 +62,15 @@ def _load():
     raise KeyError("cannot be loaded")
 
 
-def hand_over(state):
+def transfer_state(state):
     """What each rank gets, or the error that it raises, and the arguments of every `send`."""
     told, sent, found = [], [], []
     for rank in range(3):
         try:
             found.append(
-                handover.hand_over(state, [3], lambda needed, root: sent.append((needed, root())), Rank(rank, told))
+                state_transfer.transfer_state(
+                    state, [3], lambda needed, root: sent.append((needed, root())), Rank(rank, told)
+                )
             )
         except Exception as error:
             found.append(error)
@@ -76,22 +78,22 @@ def hand_over(state):
 
 
 def test_only_the_one_that_has_joined_gets_the_state_and_unpickles_it(world):
-    found, sent = hand_over(lambda: ("shapes", {"epoch": 2}))
+    found, sent = transfer_state(lambda: ("shapes", {"epoch": 2}))
     assert found == [None, None, {"epoch": 2}] and sent == [("shapes", 0)] * 3
     assert world.elastic.changes.untold == ["a loss"]
-    (first, second, error), _ = hand_over(lambda: (None, Unloadable()))
+    (first, second, error), _ = transfer_state(lambda: (None, Unloadable()))
     assert first is second is None and isinstance(error, KeyError)
 
 
 def test_a_state_that_cannot_be_made_or_pickled_is_an_error_of_the_one_that_has_joined(caplog):
     for state in (lambda: 1 / 0, lambda: (None, threading.Lock())):
-        (first, second, error), sent = hand_over(state)
+        (first, second, error), sent = transfer_state(state)
         assert first is second is None and sent == []
         assert isinstance(error, ArgumentError) and "could not give the state of the training" in str(error)
     assert "rank 3 could not give the state of the training (ZeroDivisionError: division by zero), so" in caplog.text
 
 
 def test_values_that_cannot_be_pickled_are_refused_by_name():
-    handover.check_picklable({"epoch": 0, "seen": [1]})
+    state_transfer.check_picklable({"epoch": 0, "seen": [1]})
     with pytest.raises(ArgumentError, match=r"TrainingState\(lock=...\): a lock cannot be pickled"):
-        handover.check_picklable({"epoch": 0, "lock": threading.Lock()})
+        state_transfer.check_picklable({"epoch": 0, "lock": threading.Lock()})

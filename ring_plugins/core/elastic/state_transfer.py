@@ -66,7 +66,7 @@ def check_picklable(values: Mapping[str, Any]) -> None:
             ) from error
 
 
-def hand_over(
+def transfer_state(
     state: Callable[[], tuple[Any, Any]],
     joined: Sequence[int],
     send: Callable[[Any, Callable[[], int]], None],
@@ -101,7 +101,9 @@ def hand_over(
             raise PeerFailed(text, joined[0])
         is_mine = everyone.ranks[everyone.rank] == giver
         told = _packed(state, untold_changes()) if is_mine else None
-        needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver), operation="handover")
+        needed, packed, problem = everyone.broadcast_object(
+            told, everyone.ranks.index(giver), operation="state transfer"
+        )
         if not problem:
             send(needed, lambda: everyone.ranks.index(giver))
 
