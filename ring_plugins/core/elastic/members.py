@@ -39,8 +39,8 @@ from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.elastic.preemption_notice import TERMINATED, PreemptionNotice
 from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.tcp import TcpTransport
+from ring_plugins.core.observe.leader_failover import Announcements, LeaderFailover
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.observe.succession import Announcements, Succession
 from ring_plugins.core.processes import Processes
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
 from ring_plugins.core.rendezvous.spawn import slots
@@ -89,7 +89,7 @@ class Elastic:
         self._first_changes: tuple[list[MembershipChange], int] | None = None
         self.preemption_notice = PreemptionNotice()
         self._membership: Membership | Mesh | None = None
-        self._succession: Succession | None = None
+        self._leader_failover: LeaderFailover | None = None
         self._in_collective = threading.RLock()
         self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
 
@@ -128,10 +128,10 @@ class Elastic:
             announcements = Announcements(mesh.announce, mesh.announced.get)
         if not isinstance(channel, ControlClient):
             return []
-        self._succession = Succession(
+        self._leader_failover = LeaderFailover(
             channel, observers.stalls, observers.membership, lambda: membership.ranks, announcements, addresses
         )
-        return [self._succession]
+        return [self._leader_failover]
 
     def _new_mesh(self, transport: TcpTransport | None) -> Mesh:
         assert transport is not None
@@ -419,8 +419,8 @@ class Elastic:
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
-        if self._succession is not None:
-            self._succession.detach_after_fork()
+        if self._leader_failover is not None:
+            self._leader_failover.detach_after_fork()
         if self.mesh is not None:
             self.mesh.detach_after_fork()
 

@@ -43,7 +43,7 @@ class Announcements(NamedTuple):
     find: Callable[[int], dict[str, Any] | None]
 
 
-class Succession:
+class LeaderFailover:
     """A service of the monitor thread of every rank but rank 0, in a job that goes on when ranks are lost.
 
     Args:
