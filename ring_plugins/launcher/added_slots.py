@@ -46,13 +46,13 @@ class AddedSlot(NamedTuple):
     Attributes:
         slot: its number.
         host: number of the host.
-        generation: how often it was given out before. The first process of generation 0 has the slot's number for a
+        attempt: how often it was given out before. The first process of attempt 0 has the slot's number for a
             world rank; all others have numbers of their host's.
     """
 
     slot: int
     host: int
-    generation: int
+    attempt: int
 
 
 class AddedSlots:
@@ -70,7 +70,7 @@ class AddedSlots:
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
         self._hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that had been given out before
         self._given: dict[int, AddedSlot] = {}
-        self._generations = Counter(range(size))  # the first ranks have had theirs
+        self._attempts = Counter(range(size))  # the first ranks have had theirs
         self._in_use = size
         self._had = set(range(size))  # slots that ever had a member
         self._free = set[int]()  # those of them whose hosts are lost
@@ -116,7 +116,7 @@ class AddedSlots:
         for host, slots in self._divided(self._next_ones(number), list(hosts)).items():
             all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)
             left = max(0, len(all_of_host) - self._again[host])
-            wanted = sum(self._generations[slot] > 0 for slot in slots)
+            wanted = sum(self._attempts[slot] > 0 for slot in slots)
             if wanted > left:
                 return (
                     f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, not "
@@ -145,9 +145,9 @@ class AddedSlots:
         given = self._divided(slots, hosts)
         for host, of_host in given.items():
             for slot in of_host:
-                self._given[slot] = AddedSlot(slot, host, self._generations[slot])
-                self._again[host] += self._generations[slot] > 0
-                self._generations[slot] += 1
+                self._given[slot] = AddedSlot(slot, host, self._attempts[slot])
+                self._again[host] += self._attempts[slot] > 0
+                self._attempts[slot] += 1
                 self._free.discard(slot)
                 self._in_use = max(self._in_use, slot + 1)
         return given

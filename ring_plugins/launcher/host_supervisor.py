@@ -199,7 +199,7 @@ class HostRanks:
             self._status = int(body)
         elif kind == "added" and self._replacements is not None:
             self._in_use, slots = body["in use"], [AddedSlot(*one) for one in body["slots"]]
-            self._replacements.follow([(one.slot, one.generation) for one in slots if one.host == self._job.index])
+            self._replacements.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
         elif kind == "joiners":
             self._remote_joiners.write(body)
             self._slots.num_remote_joiners = len(body)

@@ -70,7 +70,7 @@ class Replacements:
         self._given_up: set[int] = set()
         #: How many slots are to be in use.
         self._wanted = size
-        self._generations: dict[int, int] = {}  # of added slots, on one of several hosts
+        self._attempts: dict[int, int] = {}  # of added slots, on one of several hosts
 
     @property
     def filled(self) -> dict[int, int]:
@@ -109,18 +109,18 @@ class Replacements:
         """On one of several hosts, have these slots behind the first ones, and those others by which processes joined.
 
         Args:
-            added: in ascending order what users call each, and its `AddedSlot.generation`.
+            added: in ascending order what users call each, and its `AddedSlot.attempt`.
         """
         kept = self._size
         while kept < len(self.names) and (
-            not self._slots.is_new(kept) or (self.names[kept], self._generations[kept]) in added
+            not self._slots.is_new(kept) or (self.names[kept], self._attempts[kept]) in added
         ):
             kept += 1
         self._close(kept)
         del self.names[kept:]
-        for name, generation in added:
+        for name, attempt in added:
             if name not in self.names:
-                self._generations[len(self.names)], self._times[len(self.names)] = generation, []
+                self._attempts[len(self.names)], self._times[len(self.names)] = attempt, []
                 self._joined[len(self.names)] = set()
                 self.names.append(name)
         self._wanted = len(self.names)
@@ -227,7 +227,7 @@ class Replacements:
 
     def _unused(self, slot: int) -> int | None:
         """A world rank that no process has had; that of an added slot is its own number at first."""
-        is_first = slot >= self._size and not self._times[slot] and not self._generations.get(slot)
+        is_first = slot >= self._size and not self._times[slot] and not self._attempts.get(slot)
         return self.names[slot] if is_first else next(self._world_ranks, None)
 
     def _give_up(self, slot: int, why: str, notify: Callable[[str], None]) -> None:

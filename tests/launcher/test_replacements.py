@@ -300,7 +300,7 @@ def test_added_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_th
 
 
 def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
-    """Those by which processes have joined stay, and of the others those that are listed with the same generation."""
+    """Those by which processes have joined stay, and of the others those that are listed with the same attempt."""
     living = job.run("time.sleep(3600)")
     job.run("time.sleep(3600)")
     job.join(0, 2)
