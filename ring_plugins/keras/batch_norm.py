@@ -150,4 +150,4 @@ class BatchMoments:
 
     def _wait(self, function: Callable[[], None]) -> None:
         """Call a collective. TensorFlow does so in a thread of its own, and the script waits: deadlocks count."""
-        self._communicator.run_in_line("batch normalization of all ranks' batches", function)
+        self._communicator.run_synchronously("batch normalization of all ranks' batches", function)

@@ -47,7 +47,7 @@ class Backward:
 
     Averagers whose gradients come from the same backward are ended together, in an order that is the same on all ranks.
     Each launches what is left before any of them waits, so no two ranks wait for each other in different averagers. One
-    that is alone need not launch: it may reduce in line.
+    that is alone need not launch: it may reduce synchronously.
 
     Args:
         order: place among all averagers of this process.

@@ -143,7 +143,7 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
 
 
 @check
-def a_switch_between_overlapped_and_in_line_changes_no_bit() -> None:
+def a_switch_between_overlapped_and_synchronous_changes_no_bit() -> None:
     from ring_plugins.core.gradients.trials import FixedOverlap
 
     switched = FixedOverlap(False)

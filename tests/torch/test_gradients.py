@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 
 EQUALITY = "equals_one_process_on_the_concatenated_batch"
-SWITCH = "a_switch_between_overlapped_and_in_line_changes_no_bit"
+SWITCH = "a_switch_between_overlapped_and_synchronous_changes_no_bit"
 # Checks that take another path through the core between hosts than inside one.
 BETWEEN_HOSTS = (
     EQUALITY,

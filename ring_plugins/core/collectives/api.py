@@ -98,7 +98,7 @@ class Communicator(Protocol[M_contra]):
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         """Run `function`, which calls the methods above, in the background, after everything started before."""
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """Run `function` in this thread, after everything started before. Any exception breaks the communicator."""
 
     def group(self) -> AbstractContextManager[None]:

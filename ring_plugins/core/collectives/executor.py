@@ -12,12 +12,12 @@ ways in:
 - `run` executes one operation and returns its result. Handing an operation to another thread and waking up again
   takes longer than a small all-reduce, so `run` executes it in the calling thread whenever nothing is queued, and
   otherwise queues it behind what was started before.
-- `run_in_line` is `start` without the thread: the caller's thread runs the function, and returns when it is done. Where
-  every core computes, a second thread hides nothing and costs a core, the interpreter's lock and the caches.
+- `run_synchronously` is `start` without the thread: the caller's thread runs the function, and returns when it is done.
+  Where every core computes, a second thread hides nothing and costs a core, the interpreter's lock and the caches.
 
-A function given to `start` or `run_in_line` calls the communicator's methods, and these call `run`, which executes at
-once on the thread that runs the function. So every operation passes through `run`, which also records what reports
-need: the current operation, when it began, and how long it waited for other ranks.
+A function given to `start` or `run_synchronously` calls the communicator's methods, and these call `run`, which
+executes at once on the thread that runs the function. So every operation passes through `run`, which also records what
+reports need: the current operation, when it began, and how long it waited for other ranks.
 
 **Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.
@@ -97,8 +97,8 @@ class SerialExecutor:
         self.on_members_lost: Callable[[Wait], None] | None = None
         self._thread: QueueThread | None = None
         self._number_base = 0  # added to the number of operations finished, see `renumber`
-        #: The thread that is in `run_in_line`, 0 for none, and what it runs.
-        self._in_line_thread, self._in_line = 0, ""
+        #: The thread that is in `run_synchronously`, 0 for none, and what it runs.
+        self._synchronous_thread, self._synchronous = 0, ""
         # The current or last operation.
         self._fingerprint: Fingerprint | None = None
         self._began = self._ended = 0.0
@@ -111,8 +111,10 @@ class SerialExecutor:
             Exception: any other error, which every further call raises too.
         """
         fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose()) else fingerprint
-        thread, in_line = self._thread, self._in_line_thread
-        inside = (thread is not None and thread.is_current()) or (in_line != 0 and in_line == threading.get_ident())
+        thread, synchronous = self._thread, self._synchronous_thread
+        inside = (thread is not None and thread.is_current()) or (
+            synchronous != 0 and synchronous == threading.get_ident()
+        )
         if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
@@ -120,7 +122,7 @@ class SerialExecutor:
             if failure.error is not None or self._is_running:
                 self._refuse_now(fingerprint.text)
             fingerprint = after_refusals(fingerprint, wait.refused) if wait.refused else fingerprint
-            part_of = work.description if inside and thread and (work := thread.current) else self._in_line
+            part_of = work.description if inside and thread and (work := thread.current) else self._synchronous
             wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
             wait.number = number = self._number_base + statistics.operations
             wait.entered = number + 1
@@ -272,7 +274,7 @@ class SerialExecutor:
         self._thread.give(work)
         return work
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """Run `function` in this thread, after everything that was started before, and return its result.
 
         Any exception breaks the communicator: members may wait for operations that `function` has not come to.
@@ -282,7 +284,7 @@ class SerialExecutor:
             return self.start(description, function).wait()
         with self._lock:
             try:
-                self._in_line_thread, self._in_line = threading.get_ident(), description
+                self._synchronous_thread, self._synchronous = threading.get_ident(), description
                 with self._blocking(description):
                     return function()
             except MembersLost:
@@ -291,7 +293,7 @@ class SerialExecutor:
                 self.interrupt(description, error)
                 raise
             finally:
-                self._in_line_thread, self._in_line = 0, ""
+                self._synchronous_thread, self._synchronous = 0, ""
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
         """Wait for a work in the caller's thread."""
@@ -360,7 +362,7 @@ class SerialExecutor:
     def detach_after_fork(self) -> None:
         """Make every call raise; for a forked child, which has no communication thread."""
         self._thread, self._lock = None, threading.RLock()
-        self._in_line_thread, self._in_line = 0, ""
+        self._synchronous_thread, self._synchronous = 0, ""
         self.failure.detach_after_fork()
 
 

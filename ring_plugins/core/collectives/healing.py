@@ -19,9 +19,9 @@ it asks whether it has been.
 
 **What is repeated.** The operation has happened for nobody, but it may have overwritten memory that it works on in
 place. Here, operations are called again where they can be: from a copy of an all-reduce's input, and from arguments
-that nothing overwrites. What was called in `run_in_line` is repeated as a whole by its caller, who has the inputs (see
-`GradientReducer`). In other collectives the shapes depend on the number of ranks; callers that can make new ones use
-`repeated`, and for the rest `MembersLost` ends the job.
+that nothing overwrites. What was called in `run_synchronously` is repeated as a whole by its caller, who has the inputs
+(see `GradientReducer`). In other collectives the shapes depend on the number of ranks; callers that can make new ones
+use `repeated`, and for the rest `MembersLost` ends the job.
 
 **Joining.** Where processes take the places of lost ones, all members and the joiners map fresh control pages and
 staging buffers, and the parts of shared buffers that each has already (core/control/admission.py). `renew` takes these
@@ -130,9 +130,9 @@ class _OneThreadExecutor(SerialExecutor):
             raise self.confirmations.members_lost()
         raise MembersLost(f"{operation.text} is repeated without ranks that were lost in the operation before.", -1)
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         with self._alone(description):
-            return super().run_in_line(description, function)
+            return super().run_synchronously(description, function)
 
     @contextlib.contextmanager
     def _alone(self, operation: str) -> Iterator[None]:
@@ -163,7 +163,7 @@ _VIEW_SHIFT = 40
 class HealingCommunicator(HostCommunicator):
     """A `HostCommunicator` that drops members which are lost. Arguments as there."""
 
-    _is_in_line = False
+    _is_synchronous = False
     _shares_alone = True
     _confirmations: Confirmations | None = None
     _executor: _OneThreadExecutor
@@ -226,7 +226,7 @@ class HealingCommunicator(HostCommunicator):
             MembersLost: members are lost, and nobody has the confirmation.
         """
         confirmations = self._confirmations
-        if confirmations is None or self._is_in_line:
+        if confirmations is None or self._is_synchronous:
             return function()
         number = confirmations.committed + 1
         try:
@@ -341,7 +341,7 @@ class HealingCommunicator(HostCommunicator):
     # Repeated here --------------------------------------------------------------------------------
 
     def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
-        if self._is_in_line:
+        if self._is_synchronous:
             super().all_reduce(memory, op, codec)
             return
         source = np.array(memory.array if memory.source is None else memory.source)
@@ -351,7 +351,7 @@ class HealingCommunicator(HostCommunicator):
     def all_reduce_coalesced(
         self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
     ) -> None:
-        if self._is_in_line:
+        if self._is_synchronous:
             super().all_reduce_coalesced(memories, op, codecs)
             return
         for memory, codec in zip(memories, codecs or [None] * len(memories), strict=True):
@@ -389,7 +389,7 @@ class HealingCommunicator(HostCommunicator):
     def _repeat_with(self, root: int, function: Callable[[int], T]) -> T:
         """As `repeated`, for a function of the root's rank, as long as the root is not lost."""
         check_rank(root, self)
-        if self._is_in_line:
+        if self._is_synchronous:
             return function(root)
         world_rank = self.ranks[root]
         while True:
@@ -404,12 +404,12 @@ class HealingCommunicator(HostCommunicator):
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         return BackgroundWork.run_now(description, function, self.interrupt)
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         def run() -> T:
-            self._is_in_line = True
+            self._is_synchronous = True
             try:
                 return function()
             finally:
-                self._is_in_line = False
+                self._is_synchronous = False
 
-        return super().run_in_line(description, lambda: self._confirmed(run))
+        return super().run_synchronously(description, lambda: self._confirmed(run))

@@ -290,8 +290,8 @@ class HostCommunicator:
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         return self._executor.start(description, function)
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
-        return self._executor.run_in_line(description, function)
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
+        return self._executor.run_synchronously(description, function)
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: every operation starts as soon as it is called."""

@@ -82,7 +82,7 @@ class SingleCommunicator:
     def start(self, description: str, function: Callable[[], T]) -> Work[T]:
         return BackgroundWork.run_now(description, function, self.interrupt)
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         return function()
 
     def group(self) -> contextlib.AbstractContextManager[None]:

@@ -284,7 +284,7 @@ class DeviceCommunicator:
             queued = self._push(description, caller)
         return StreamWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
 
-    def run_in_line(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """As `start` and `wait`: a GPU has streams, and the host never waits for them."""
         return self.start(description, function).wait()
 

@@ -1,4 +1,4 @@
-"""Reduces the buckets of a pass: while backward still computes other gradients, or in line at its end."""
+"""Reduces the buckets of a pass: while backward still computes other gradients, or synchronously at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GradientReducer:
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
     which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
 
-    Where ranks may be lost (`HealingCommunicator`), passes are reduced in line, and repeated after a loss.
+    Where ranks may be lost (`HealingCommunicator`), passes are reduced synchronously, and repeated after a loss.
 
     Args:
         buffer: the buckets' memory.
@@ -95,7 +95,7 @@ class GradientReducer:
         self._ready = bytearray(len(self._bucket_of))
         self._missing = [len(bucket.entries) for bucket in self._buckets]
         self._next = 0
-        self._works: list[Work[None]] = []  # none for buckets that are reduced in line
+        self._works: list[Work[None]] = []  # none for buckets that are reduced synchronously
         self._bytes_before = self.reduced_bytes
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
         self._first_ready_at = 0
@@ -143,17 +143,19 @@ class GradientReducer:
                     self._launch(self._fill())
 
     def launch_rest(self) -> None:
-        """Launch what is left, without waiting; nothing where passes are reduced in line because ranks may be lost."""
+        """Launch what is left, without waiting; nothing where passes are reduced synchronously because ranks may be
+        lost.
+        """
         self._launch_rest(self._fill())
 
     def finish(self) -> None:
-        """Launch what is left and wait until every bucket is reduced, or reduce in line what is left."""
+        """Launch what is left and wait until every bucket is reduced, or reduce synchronously what is left."""
         if self._first_ready_at:
             recorder.record("backward", "backward, from its first gradient", self._first_ready_at, monotonic_ns())
         self.begin()
         if self.overlaps:
             self.launch_rest()
-        self._reduce_rest_in_line(self._fill())
+        self._reduce_rest_synchronously(self._fill())
         self._wait()
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
@@ -164,7 +166,7 @@ class GradientReducer:
         """
         self.begin()
         self._launch_rest(fill)
-        self._reduce_rest_in_line(fill)
+        self._reduce_rest_synchronously(fill)
         self._wait()
 
     def forget_errors(self) -> None:
@@ -181,10 +183,10 @@ class GradientReducer:
         self._works.append(self._communicator.start(description, reduce))
         self._next += count
 
-    def _reduce_rest_in_line(self, fill: Fill | None) -> None:
+    def _reduce_rest_synchronously(self, fill: Fill | None) -> None:
         while self._next < len(self._buckets):
             try:
-                self._reduce_in_line(fill)
+                self._reduce_synchronously(fill)
             except MembersLost:
                 if self.kept is None:
                     raise
@@ -192,7 +194,7 @@ class GradientReducer:
                 for codec in self._codecs.values():
                     codec.undo()
 
-    def _reduce_in_line(self, fill: Fill | None) -> None:
+    def _reduce_synchronously(self, fill: Fill | None) -> None:
         description, reduce = self._reduction(fill, len(self._buckets) - self._next)
 
         def count_and_reduce() -> None:
@@ -200,7 +202,7 @@ class GradientReducer:
             reduce()
 
         started = time.perf_counter()
-        self._communicator.run_in_line(description, count_and_reduce)
+        self._communicator.run_synchronously(description, count_and_reduce)
         self.waited += time.perf_counter() - started
 
     def _reduction(self, fill: Fill | None, count: int) -> tuple[str, Callable[[], None]]:

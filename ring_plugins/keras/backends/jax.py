@@ -2,7 +2,7 @@
 
 On CPUs XLA calls Python on its own buffers (`jax_ffi.py`). On GPUs NCCL reduces them on request (`jax_device.py`).
 Otherwise `io_callback` is used, which copies. XLA makes the host call when all gradients are ready, so communication
-does not overlap with backward. "auto" therefore tries nothing: all buckets are reduced in line, as one operation.
+does not overlap with backward. "auto" therefore tries nothing: all buckets are reduced synchronously, as one operation.
 """
 
 from __future__ import annotations

@@ -137,10 +137,10 @@ def a_blocking_all_reduce_interrupted_by_another_thread() -> None:
 
 
 @check
-def a_bucket_in_line() -> None:
+def a_synchronous_bucket() -> None:
     def reduce(communicator) -> None:
-        communicator.run_in_line("bucket 0 of 2", lambda: communicator.all_reduce(memory(LARGE), Op.SUM))
-        communicator.run_in_line("bucket 1 of 2", lambda: communicator.all_reduce(memory(SMALL), Op.SUM))
+        communicator.run_synchronously("bucket 0 of 2", lambda: communicator.all_reduce(memory(LARGE), Op.SUM))
+        communicator.run_synchronously("bucket 1 of 2", lambda: communicator.all_reduce(memory(SMALL), Op.SUM))
 
     interrupted(reduce)
 

@@ -78,38 +78,38 @@ def test_a_started_function_runs_its_operations_at_once_on_the_executors_thread(
     assert activity.ended >= activity.began > 0
 
 
-def test_a_function_in_line_runs_its_operations_in_the_callers_thread_as_parts_of_it(executor):
-    assert executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, thread_name)) == "MainThread"
+def test_a_function_run_synchronously_runs_its_operations_in_the_callers_thread_as_parts_of_it(executor):
+    assert executor.run_synchronously("bucket 0", lambda: executor.run(OPERATION, thread_name)) == "MainThread"
     assert executor._thread is None
     assert executor.activity().part_of == "bucket 0"
     executor.run(OPERATION, thread_name)
     assert executor.activity().part_of == ""
 
 
-def test_a_function_in_line_waits_for_what_was_started_before(executor):
+def test_a_function_run_synchronously_waits_for_what_was_started_before(executor):
     log, gate = [], threading.Event()
     executor.start("first", lambda: (gate.wait(5), log.append("first")))
     threading.Timer(0.05, gate.set).start()
-    executor.run_in_line("second", lambda: log.append(thread_name(None)))
+    executor.run_synchronously("second", lambda: log.append(thread_name(None)))
     assert log == ["first", "ring:test"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ArgumentError])
-def test_any_exception_in_line_breaks_the_communicator(executor, error):
+def test_any_exception_synchronously_breaks_the_communicator(executor, error):
     def interrupt():
         executor.run(OPERATION, thread_name)
         raise error("between two operations")
 
     with pytest.raises(error):
-        executor.run_in_line("bucket 0", interrupt)
+        executor.run_synchronously("bucket 0", interrupt)
     with pytest.raises(RingError):
         executor.run(OPERATION, thread_name)
-    assert executor._in_line == ""
+    assert executor._synchronous == ""
 
 
-def test_time_in_line_blocks_the_script_once(executor):
+def test_time_run_synchronously_blocks_the_script_once(executor):
     before = steps.waiting + steps.moving
-    executor.run_in_line("bucket 0", lambda: executor.run(OPERATION, lambda operation: time.sleep(0.3)))
+    executor.run_synchronously("bucket 0", lambda: executor.run(OPERATION, lambda operation: time.sleep(0.3)))
     blocked = steps.waiting + steps.moving - before
     activity = executor.activity()
     assert activity.ended - activity.began <= blocked < 2 * (activity.ended - activity.began)

@@ -206,7 +206,9 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective(monkeypat
             one.barrier()
             return None
         waiting = threading.Event()
-        first = threading.Thread(target=lambda: one.run_in_line("bucket 0", lambda: (waiting.set(), one.barrier())))
+        first = threading.Thread(
+            target=lambda: one.run_synchronously("bucket 0", lambda: (waiting.set(), one.barrier()))
+        )
         first.start()
         waiting.wait(60)
         try:

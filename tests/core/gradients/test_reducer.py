@@ -19,9 +19,9 @@ class Recorder(SingleCommunicator):
         self.log.append(description.split(" of ")[0])
         return super().start(description, function)
 
-    def run_in_line(self, description, function):
-        self.log.append(description.split(" of ")[0] + " in line")
-        return super().run_in_line(description, function)
+    def run_synchronously(self, description, function):
+        self.log.append(description.split(" of ")[0] + " synchronously")
+        return super().run_synchronously(description, function)
 
 
 def reducer(entries=4, overlap=None):
@@ -149,7 +149,7 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
     assert log[-1] == "fill 2"  # nothing is under way any more
 
 
-def test_an_exception_after_buckets_were_reduced_in_line_is_raised_as_it_is():
+def test_an_exception_after_buckets_were_reduced_synchronously_is_raised_as_it_is():
     overlap = FixedOverlap(False)
     made, _ = reducer(3, overlap)
     overlap.pass_ended = lambda now: 1 / 0
@@ -160,13 +160,13 @@ def test_an_exception_after_buckets_were_reduced_in_line_is_raised_as_it_is():
 FILLED = [f"fill {i}" for i in range(4)]
 
 
-def test_without_overlap_all_buckets_are_reduced_in_line_in_the_end_by_one_operation():
+def test_without_overlap_all_buckets_are_reduced_synchronously_in_the_end_by_one_operation():
     made, log = reducer(overlap=FixedOverlap(False))
     for entry in range(4):
         made.mark_ready(entry)
     assert log == []
     made.finish()
-    assert log == [*FILLED, "buckets 0 to 3 in line"]
+    assert log == [*FILLED, "buckets 0 to 3 synchronously"]
     assert made.passes == 1
     assert made.reduced_bytes == made._buffer.plan.nbytes
 
@@ -189,12 +189,12 @@ def test_a_pass_keeps_its_way_until_it_ends():
     made.mark_ready(0)
     assert log == []
     made.finish()
-    assert log == ["fill 0", "fill 1", "buckets 0 to 1 in line"]
+    assert log == ["fill 0", "fill 1", "buckets 0 to 1 synchronously"]
     made.mark_ready(1)
     assert log[3:] == ["fill 0", "bucket 0"]
 
 
-def test_a_bucket_that_could_not_be_filled_in_line_is_still_under_way():
+def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
     made, log = reducer(2, FixedOverlap(False))
 
     def fill(bucket):
@@ -209,9 +209,9 @@ def test_a_bucket_that_could_not_be_filled_in_line_is_still_under_way():
     assert log == ["buckets 0 to 1"]
 
 
-def test_an_exception_before_a_bucket_begins_in_line_leaves_it_to_be_abandoned():
+def test_an_exception_before_a_bucket_begins_synchronously_leaves_it_to_be_abandoned():
     made, log = reducer(2, FixedOverlap(False))
-    made._communicator.run_in_line = lambda description, function: 1 / 0
+    made._communicator.run_synchronously = lambda description, function: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.finish()
     assert made.is_under_way
