@@ -20,8 +20,8 @@ from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_env
 from ring_plugins.launcher import mpirun, preflight, several_hosts
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
+from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.launch_plan import LaunchPlan
-from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.replacements import Replacements, has_vanished, how_often
@@ -83,10 +83,10 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         others = _other_hosts(plan, process.pid)
         if others is not None:
             supervisor.own_helpers = others.pids
-        lingers = LingeringMpirun(process.pid, plan.is_local, notifier.first_message, others)
+        hangs = HungMpirun(process.pid, plan.is_local, notifier.first_message, others)
 
         def find_trouble() -> str | None:
-            return _DEAF if lost is not None and lost.has_died else lingers()
+            return _DEAF if lost is not None and lost.has_died else hangs()
 
         status, why = supervisor.wait(find_trouble)
         stack.close()

@@ -110,7 +110,7 @@ def test_everything_ends_on_both_hosts(cluster, ended):
 
 
 #: Its mpirun takes no notice of the ranks' end: it stands still.
-LINGERS = """
+HANGS = """
 import os, signal, time
 import ring_plugins as ring
 from mpi4py import MPI
@@ -126,8 +126,8 @@ if rank == 0:
 
 
 @pytest.mark.slow
-def test_an_mpirun_that_lingers_after_a_job_that_ended_well_is_ended(cluster):
-    result = cluster.start(ring_run(*TWO), LINGERS, 4).run(timeout=300, check=False)
+def test_an_mpirun_that_hangs_after_a_job_that_ended_well_is_ended(cluster):
+    result = cluster.start(ring_run(*TWO), HANGS, 4).run(timeout=300, check=False)
     assert result.values("sum") == [4.0] * 4
     assert "mpirun still ran after the last rank had ended on all hosts; ended it." in result.stderr, result
     assert result.returncode != 0

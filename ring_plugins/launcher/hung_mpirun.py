@@ -1,4 +1,4 @@
-"""Notices that mpirun goes on although its job is over.
+"""Notices an mpirun that hangs: its job is over, and it does not end.
 
 Open MPI 5's mpirun now and then does not end when the last rank has ended, and would wait for ever
 (https://github.com/openpmix/prrte/issues/1839). Three signs show that nothing is left to wait for:
@@ -12,7 +12,7 @@ Open MPI 5's mpirun now and then does not end when the last rank has ended, and 
   often while some run.
 
 Hosts are asked only where their names are known, and only for Open MPI 5: ranks of others are not told apart from
-other processes, and their launchers are not known to linger.
+other processes, and their launchers are not known to hang.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class OtherHosts:
         )
 
 
-class LingeringMpirun:
+class HungMpirun:
     """Tells why an mpirun has to be ended, once it has to.
 
     Args:

@@ -5,30 +5,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.launcher import lingering
-from ring_plugins.launcher.lingering import LingeringMpirun, OtherHosts
+from ring_plugins.launcher import hung_mpirun
+from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.supervision import Supervisor
 
 #: Starts a rank, waits for it, and then for nothing.
-LINGERS = "sh -c 'exec sleep 0.3' & wait; exec sleep 3600"
+HANGS = "sh -c 'exec sleep 0.3' & wait; exec sleep 3600"
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(lingering, "_LOOK_EVERY", 0.0)
-    monkeypatch.setattr(lingering, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(lingering, "FAILED_SECONDS", 0.2)
-    monkeypatch.setattr(lingering, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(hung_mpirun, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(hung_mpirun, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(hung_mpirun, "FAILED_SECONDS", 0.2)
+    monkeypatch.setattr(hung_mpirun, "ASK_EVERY", 0.0)
 
 
 def wait_for(script, is_local, failure=lambda: None):
     with Supervisor() as supervisor:
         process = supervisor.start(["sh", "-c", script], os.environ)
-        return supervisor.wait(LingeringMpirun(process.pid, is_local, failure))
+        return supervisor.wait(HungMpirun(process.pid, is_local, failure))
 
 
 def test_it_is_ended_on_one_host_when_nothing_below_it_is_alive():
-    status, why = wait_for(LINGERS, is_local=True)
+    status, why = wait_for(HANGS, is_local=True)
     assert status != 0  # nobody knows how the ranks ended
     assert (
         why == "mpirun still ran 0.2 s after the last of its processes had ended; ended it. How they ended is unknown."
@@ -44,12 +44,12 @@ def test_it_is_ended_on_several_hosts_after_a_failure():
 def test_it_goes_on_while_ranks_may_run(monkeypatch, alive, is_local):
     """While some run here; while they may run on other hosts; before any has started."""
     first = [alive is not None]  # whether any was alive at first
-    monkeypatch.setattr(lingering, "children", dict)
-    monkeypatch.setattr(lingering, "descendants", lambda pid, family: [1] if alive or (first and first.pop()) else [])
-    monkeypatch.setattr(lingering, "state", lambda pid: "S")
-    monkeypatch.setattr(lingering, "time", SimpleNamespace(monotonic=iter(range(1, 1000)).__next__))
-    lingers = LingeringMpirun(1, is_local, lambda: None)
-    assert [lingers() for _ in range(500)] == [None] * 500
+    monkeypatch.setattr(hung_mpirun, "children", dict)
+    monkeypatch.setattr(hung_mpirun, "descendants", lambda pid, family: [1] if alive or (first and first.pop()) else [])
+    monkeypatch.setattr(hung_mpirun, "state", lambda pid: "S")
+    monkeypatch.setattr(hung_mpirun, "time", SimpleNamespace(monotonic=iter(range(1, 1000)).__next__))
+    hangs = HungMpirun(1, is_local, lambda: None)
+    assert [hangs() for _ in range(500)] == [None] * 500
 
 
 #: A login on a host that answers with the next line of a file each time.
@@ -58,8 +58,8 @@ read -r answer < "$0.answers"; sed -i 1d "$0.answers"
 printf "%s: %s\\n" "$1" "$2" >> "$0.log"
 echo Welcome to "$1"; echo "$answer"
 """
-#: As LINGERS; what mpirun starts on this host are a rank and the login to the other host's daemon.
-LINGERS_HERE = "PMIX_NAMESPACE=job@1 sh -c 'exec sleep 0.3' & exec sleep 60"
+#: As HANGS; what mpirun starts on this host are a rank and the login to the other host's daemon.
+HANGS_HERE = "PMIX_NAMESPACE=job@1 sh -c 'exec sleep 0.3' & exec sleep 60"
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def login(tmp_path):
     return path
 
 
-def wait_with_others(login, answers, lingers, hosts=("host2",)):
+def wait_with_others(login, answers, hangs, hosts=("host2",)):
     login.with_suffix(".answers").write_text("\n".join(answers) + "\n")
     with Supervisor() as supervisor:
-        process = supervisor.start(["sh", "-c", lingers], os.environ)
+        process = supervisor.start(["sh", "-c", hangs], os.environ)
         others = OtherHosts([str(login)], hosts, process.pid)
         supervisor.own_helpers = others.pids
-        found = supervisor.wait(LingeringMpirun(process.pid, False, lambda: None, others))
+        found = supervisor.wait(HungMpirun(process.pid, False, lambda: None, others))
     return *found, login.with_suffix(".answers").read_text().splitlines(), process.pid
 
 
@@ -85,23 +85,21 @@ ELSEWHERE = "mpirun still ran after the last rank had ended on all hosts; ended 
 
 def test_it_is_ended_on_several_hosts_once_they_have_said_twice_that_no_rank_is_left(login):
     answers = ["ring ranks: 1 2", "ring ranks: 1 0", "ring ranks: 1 1", "ring ranks: 1 0", "ring ranks: 2 0", "more"]
-    status, why, left, pid = wait_with_others(login, answers, LINGERS_HERE)
+    status, why, left, pid = wait_with_others(login, answers, HANGS_HERE)
     assert (status != 0, why, left) == (True, ELSEWHERE, ["more"])
-    assert login.with_suffix(".log").read_text().startswith(f"host2: {lingering._question(pid)}\n")
+    assert login.with_suffix(".log").read_text().startswith(f"host2: {hung_mpirun._question(pid)}\n")
 
 
 @pytest.mark.parametrize("silent", ["ring ranks: 0 0", "", "ring ranks: x"])  # nothing can be seen there; no answer
 def test_a_host_that_cannot_be_asked_is_waited_for(login, silent):
     """Whose login, which stands below mpirun here, goes on."""
     known = ["ring ranks: 1 0"] * 2
-    _, why, left, _ = wait_with_others(
-        login, ["ring ranks: 1 0", silent, *known, "more"], f"sleep 3600 & {LINGERS_HERE}"
-    )
+    _, why, left, _ = wait_with_others(login, ["ring ranks: 1 0", silent, *known, "more"], f"sleep 3600 & {HANGS_HERE}")
     assert (why, left) == (ELSEWHERE, ["more"])
 
 
 def test_a_host_whose_daemon_has_ended_needs_not_show_it(login):
-    _, why, left, _ = wait_with_others(login, ["ring ranks: 0 0"] * 2 + ["more"], LINGERS_HERE)
+    _, why, left, _ = wait_with_others(login, ["ring ranks: 0 0"] * 2 + ["more"], HANGS_HERE)
     assert (why, left) == (ELSEWHERE, ["more"])
 
 
@@ -109,7 +107,7 @@ def test_hosts_are_not_asked_while_a_rank_runs_here(login):
     others = SimpleNamespace(ask=lambda: pytest.fail("asked"), is_asking=False)
     with Supervisor() as supervisor:
         process = supervisor.start(["sh", "-c", "PMIX_NAMESPACE=job@1 sleep 0.5 & wait"], os.environ)
-        assert supervisor.wait(LingeringMpirun(process.pid, False, lambda: None, others)) == (0, None)
+        assert supervisor.wait(HungMpirun(process.pid, False, lambda: None, others)) == (0, None)
 
 
 def test_the_question_counts_daemons_and_ranks():
