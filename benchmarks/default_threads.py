@@ -3,9 +3,9 @@
     python benchmarks/default_threads.py                     # PyTorch and Keras on its three backends; a few minutes
     python benchmarks/default_threads.py torch keras-jax     # some of them
 
-Each variant is a job of its own, and the variants of a face take turns. "every core in each rank" is what the libraries
-do by default, exported as numbers; "nothing set" leaves the number of threads to `ring_plugins.init`; "share exported"
-exports each rank's share of the cores, as `ring run` and torchrun do for PyTorch.
+Each variant is a job of its own, and the variants of a plugin take turns. "every core in each rank" is what the
+libraries do by default, exported as numbers; "nothing set" leaves the number of threads to `ring_plugins.init`; "share
+exported" exports each rank's share of the cores, as `ring run` and torchrun do for PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from typing import ClassVar
 
 VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
-FACES = ("torch", "keras-torch", "keras-tensorflow", "keras-jax")
+PLUGINS = ("torch", "keras-torch", "keras-tensorflow", "keras-jax")
 RANKS, STEPS, WARM_UP, WIDTH, BATCH = 2, 30, 5, 1024, 64
 
 
@@ -71,28 +71,28 @@ def keras_steps() -> list[float]:
     return clock.seconds[WARM_UP:]
 
 
-def job(face: str, threads: int | None) -> float:
+def job(plugin: str, threads: int | None) -> float:
     """Run a job; returns the median milliseconds of its steps on rank 0.
 
     Args:
-        face: one of `FACES`.
+        plugin: one of `PLUGINS`.
         threads: number to export for each library, None for nothing.
     """
     environment = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XLA_FLAGS")}
-    environment |= {"KERAS_BACKEND": face.rpartition("-")[2], "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment |= {"KERAS_BACKEND": plugin.rpartition("-")[2], "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment |= {name: str(threads) for name in VARIABLES if threads}
-    line = [sys.executable, __file__, "--steps", face]
+    line = [sys.executable, __file__, "--steps", plugin]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{face} with threads={threads}:\n{done.stderr}")
+        raise RuntimeError(f"{plugin} with threads={threads}:\n{done.stderr}")
     return float(done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faces", nargs="*", choices=[[], *FACES])
+    parser.add_argument("plugins", nargs="*", choices=[[], *PLUGINS])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", choices=FACES, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", choices=PLUGINS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps:
         seconds = torch_steps() if options.steps == "torch" else keras_steps()
@@ -103,15 +103,15 @@ def main() -> None:
         return
     cores = len(os.sched_getaffinity(0))
     variants = {"every core in each rank": cores, "nothing set": None, "share exported": max(1, cores // RANKS)}
-    for face in options.faces or FACES:
+    for plugin in options.plugins or PLUGINS:
         found: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(options.rounds):
             for name, threads in variants.items():
-                found[name].append(job(face, threads))
+                found[name].append(job(plugin, threads))
         medians = {name: statistics.median(times) for name, times in found.items()}
         text = ", ".join(f"{name} {medians[name]:.1f} ms ({min(t):.1f} to {max(t):.1f})" for name, t in found.items())
         ratio = medians["every core in each rank"] / medians["nothing set"]
-        print(f"{face}: {text}; every core / nothing set = {ratio:.2f}", flush=True)
+        print(f"{plugin}: {text}; every core / nothing set = {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ LAYERS = [
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 #: Rooms of the lowest layer and files of the highest may import each other.
 OPEN_LAYERS = (0, len(LAYERS) - 1)
-FACES = ("torch", "lightning", "keras", "horovod")
-FRAMEWORKS = (*FACES, "tensorflow", "jax")
+PLUGINS = ("torch", "lightning", "keras", "horovod")
+FRAMEWORKS = (*PLUGINS, "tensorflow", "jax")
 
 
 def imports(file: Path) -> list[str]:
@@ -93,13 +93,13 @@ def test_the_core_names_no_framework():
     assert not wrong, "\n".join(wrong)
 
 
-def test_faces_import_no_other_face_but_torch():
+def test_plugins_import_no_other_plugin_but_torch():
     wrong = [
         f"{file.relative_to(PACKAGE)} imports {name}"
-        for face in set(FACES) - {"horovod"}  # other names for the faces below it
-        for file in sorted((PACKAGE / face).rglob("*.py"))
+        for plugin in set(PLUGINS) - {"horovod"}  # other names for the plugins below it
+        for file in sorted((PACKAGE / plugin).rglob("*.py"))
         for name in imports(file)
-        if (other := name.split(".")[1:2]) and other[0] in FACES and other[0] not in (face, "torch")
+        if (other := name.split(".")[1:2]) and other[0] in PLUGINS and other[0] not in (plugin, "torch")
     ]
     assert not wrong, "\n".join(wrong)
 

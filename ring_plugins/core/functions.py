@@ -507,7 +507,7 @@ class GpuFunctions(Protocol):
     def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool) -> Any: ...
 
 
-#: By the name of a framework's package, the functions for its tensors on GPUs. The framework's face registers them.
+#: By the name of a framework's package, the functions for its tensors on GPUs. The framework's plugin registers them.
 gpu_functions: dict[str, GpuFunctions] = {}
 
 

@@ -54,7 +54,7 @@ import torch
 from tests.campaigns.judging import HANGS, compare, judge
 from tests.campaigns.launching import missing, run_launched
 from tests.campaigns.plans import (
-    FACES,
+    PLUGINS,
     TIMEOUT,
     Plan,
     draw_growing,
@@ -100,7 +100,7 @@ def _replaced(plan: Plan) -> Ended:
 CASES = {
     "one host": Case(draw_losses, _forked),
     "several hosts": Case(partial(draw_losses, case="several hosts", hosts=True), _forked),
-    "faces": Case(partial(draw_losses, case="faces", hosts=True, faces=FACES[1:]), _forked),
+    "faces": Case(partial(draw_losses, case="faces", hosts=True, plugins=PLUGINS[1:]), _forked),
     "replaced": Case(draw_replacing, _replaced),
     "launchers": Case(draw_launched, run_launched),
     "growing": Case(draw_growing, _replaced),
@@ -183,9 +183,9 @@ def starter_of(plan: dict[str, Any]) -> str:
     return f"{plan['launcher']}{', several hosts' * bool(plan['nodes'])}: {policy}"
 
 
-def face_of(plan: dict[str, Any]) -> str:
+def plugin_of(plan: dict[str, Any]) -> str:
     """What trains."""
-    return f"Keras on {plan['backend']}" if plan["face"] == "keras" else str(plan["face"])
+    return f"Keras on {plan['backend']}" if plan["plugin"] == "keras" else str(plan["plugin"])
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -203,7 +203,7 @@ def told(lines: Sequence[dict[str, Any]]) -> str:
     killed, joined = (sum(line[name] for line in lines) for name in ("killed", "joined"))
     last = f"{len(lines)} jobs, {faults(lines)} faults, {killed} processes killed, {joined} joins, {bad} bad"
     launched = [line for line in lines if line["plan"]["launcher"]]
-    rows = summary(lines) | summary(launched, starter_of) | summary(launched, face_of)
+    rows = summary(lines) | summary(launched, starter_of) | summary(launched, plugin_of)
     return f"{table(rows)}\n{last}"
 
 
@@ -221,7 +221,7 @@ def keep(kind: str, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
             struck.update(line["points"])
         campaigns[kind] |= {"machine": machine, "commits": tested, "struck": dict(sorted(struck.items()))}
-        campaigns[kind] |= {"launchers": summary(lines, starter_of), "faces": summary(lines, face_of)}
+        campaigns[kind] |= {"launchers": summary(lines, starter_of), "faces": summary(lines, plugin_of)}
     else:
         kept["machine"] = machine
     RESULT.write_text(json.dumps(kept, indent=1) + "\n")

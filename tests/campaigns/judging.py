@@ -67,7 +67,7 @@ def judge(plan: Plan, job: Ended) -> tuple[str, str]:
 def _problems(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
     alive = [one["slot"] for one in found]
     # Where they are rounded, `compare` replays.
-    period = plan.steps if plan.face == "torch" else EPOCH
+    period = plan.steps if plan.plugin == "torch" else EPOCH
     weights = found[0]["weights"] if plan.compression else replayed(history, period)
     problems = [
         (any(one["history"] != history for one in found), "the histories differ"),
@@ -119,12 +119,12 @@ def _problems_of_joins(plan: Plan, found: list[Any], history: list[Any]) -> list
 
 def _last_step(plan: Plan, step: int) -> int:
     """The last one in which a rank can be that is to die in a step."""
-    return step if plan.face == "torch" else step // EPOCH * EPOCH + EPOCH - 1
+    return step if plan.plugin == "torch" else step // EPOCH * EPOCH + EPOCH - 1
 
 
 def _expected(plan: Plan, step: int, after: Sequence[int], value: Any) -> Any:
     """The value that goes with a step after which these ranks were left."""
-    if plan.face == "torch":
+    if plan.plugin == "torch":
         return expected(COLLECTIVES[step % len(COLLECTIVES)], after)
     if step % EPOCH < EPOCH - 1 or value is None:
         return None

@@ -36,7 +36,7 @@ def main() -> None:
         ring.init(ranks=plan.ranks, on_failure="replace" if plan.replaces else "continue")
         raise SystemExit("init() has returned in a process that is no rank")
 
-    if plan.face == "torch":
+    if plan.plugin == "torch":
         import_torch()
     from tests.campaigns.training import train  # imports torch
 

@@ -24,7 +24,7 @@ AT_EPOCH_END = {
 }  # fmt: skip
 #: On several hosts some ranks get SIGTERM instead.
 LEAVES = "SIGTERM"
-FACES = ("torch", "lightning", "keras")
+PLUGINS = ("torch", "lightning", "keras")
 #: Where a process dies if others are replaced: in a step, in a round of a join in that step, before it has joined, or
 #: in one of its rounds.
 STEP_POINTS = ("forward", "reduction", "update", "commit", "round")
@@ -35,7 +35,7 @@ LAUNCHERS = {"python": 1, "ring run": 2, "mpirun": 1.5, "MPICH": 1, "torchrun": 
 LAYOUTS = ((2, 2), (1, 1, 1), (2, 2, 2), (3, 3))
 UNEVEN_LAYOUTS = ((1, 3), (3, 2), (1, 2, 1), (2, 3))
 #: What trains in such jobs, with which backend of Keras.
-LAUNCHED_FACES = {
+LAUNCHED_PLUGINS = {
     ("torch", "torch"): 22, ("lightning", "torch"): 1,
     ("keras", "torch"): 0.7, ("keras", "tensorflow"): 0.7, ("keras", "jax"): 0.6,
 }  # fmt: skip
@@ -91,7 +91,7 @@ class Plan:
         skips: in which step, and which rank cannot compute its gradients.
         stops: seconds for which a rank is stopped.
         nodes: of how many ranks each host is, as RING_VIRTUAL_NODES takes it; "" for one host.
-        face: what trains: one of `FACES`.
+        plugin: what trains: one of `PLUGINS`.
         compression: of gradients between hosts, with error feedback; "" for none.
         steps: of the training.
         replaces: whether other processes take the places of lost ones.
@@ -111,7 +111,7 @@ class Plan:
     skips: tuple[int, int] = (STEPS, 0)
     stops: float = STOPS[0]
     nodes: str = ""
-    face: str = "torch"
+    plugin: str = "torch"
     compression: str = ""
     steps: int = STEPS
     replaces: bool = False
@@ -129,7 +129,7 @@ def draw_losses(
     *,
     case: str = "one host",
     hosts: bool = False,
-    faces: Sequence[str] = FACES[:1],
+    plugins: Sequence[str] = PLUGINS[:1],
     layout: Sequence[int] = (),
 ) -> Plan:
     """A job that goes on without the ranks that it loses.
@@ -138,7 +138,7 @@ def draw_losses(
         seed, number: from which it is drawn.
         case: of `healing.CASES`.
         hosts: whether it has several hosts.
-        faces: one of which trains.
+        plugins: one of which trains.
         layout: ranks of each host, if that is not drawn.
     """
     drawn = random.Random(f"{seed}:{number}")
@@ -170,15 +170,15 @@ def draw_losses(
         nodes = ",".join(map(str, parts))
         # Exchanges with other hosts count beside barriers, so there are more.
         faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
-    face, compression = drawn.choice(faces), ""
+    plugin, compression = drawn.choice(plugins), ""
     if hosts:
         compression = drawn.choice(["", "", "", "bf16", "fp16"])
         # One that leaves does so wherever the others are.
         is_leaving = [fault.point not in ("healing", "stop") and drawn.random() < 0.15 for fault in faults]
         faults = [replace(one, point=LEAVES) if leaves else one for one, leaves in zip(faults, is_leaving, strict=True)]
-    if face != "torch":
+    if plugin != "torch":
         faults, skips = [_at_epoch_end(fault) for fault in faults], (STEPS, 0)
-    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes, face, compression, case=case)
+    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes, plugin, compression, case=case)
 
 
 def _at_epoch_end(fault: Fault) -> Fault:
@@ -222,10 +222,10 @@ def draw_replacing(seed: int, number: int, *, case: str = "replaced", hosts: boo
 def draw_launched(seed: int, number: int) -> Plan:
     """A job that is started as a user starts it, on one host or on several test hosts; it loses several processes."""
     drawn = random.Random(f"launched {seed}:{number}")
-    launcher, (face, backend) = _drawn(drawn, LAUNCHERS), _drawn(drawn, LAUNCHED_FACES)
+    launcher, (plugin, backend) = _drawn(drawn, LAUNCHERS), _drawn(drawn, LAUNCHED_PLUGINS)
     hosts = launcher != "python" and drawn.random() < 0.35
     is_uneven = launcher in ("ring run", "mpirun")  # others start equally many ranks on each host
-    if face == "torch" and drawn.random() < 0.65:
+    if plugin == "torch" and drawn.random() < 0.65:
         sizes = (drawn.choice([3, 4, 4, 5]),)
         if hosts:
             sizes = drawn.choice([(2, 2), (2, 3), (3, 1), (3, 2)][: 4 if is_uneven else 1])
@@ -233,12 +233,12 @@ def draw_launched(seed: int, number: int) -> Plan:
         standbys = 0 if hosts else drawn.choice([0, 0, 1, 2])
         plan = replace(plan, standbys=standbys)
     else:
-        most = 5 if face == "torch" else 4 if backend == "torch" else 3
+        most = 5 if plugin == "torch" else 4 if backend == "torch" else 3
         sizes = drawn.choice([(3,), (4,), (5,), (5,)][: most - 2])
         if hosts:
             layouts = LAYOUTS + UNEVEN_LAYOUTS if is_uneven else LAYOUTS
-            sizes = drawn.choice([layout for layout in layouts if face == "torch" or sum(layout) <= 4])
-        plan = _many_lost(drawn, sizes, face)
+            sizes = drawn.choice([layout for layout in layouts if plugin == "torch" or sum(layout) <= 4])
+        plan = _many_lost(drawn, sizes, plugin)
     plan = replace(plan, seed=seed, number=number, launcher=launcher, backend=backend, case="launchers")
     return replace(plan, nodes=",".join(map(str, sizes)) if hosts else "")
 
@@ -247,9 +247,9 @@ def _drawn(drawn: random.Random, weights: dict[Any, float]) -> Any:
     return drawn.choices(list(weights), list(weights.values()))[0]
 
 
-def _many_lost(drawn: random.Random, sizes: Sequence[int], face: str) -> Plan:
+def _many_lost(drawn: random.Random, sizes: Sequence[int], plugin: str) -> Plan:
     """All ranks but one or two are lost one after the other, perhaps all of a host at last."""
-    ranks, is_torch = sum(sizes), face == "torch"
+    ranks, is_torch = sum(sizes), plugin == "torch"
     number = lambda: drawn.randint(1, 4 if len(sizes) == 1 else 24)  # noqa: E731
     alive = list(range(ranks))
     lives = drawn.sample(alive, 1 if ranks < 4 else drawn.choice([1, 1, 2]))
@@ -288,7 +288,7 @@ def _many_lost(drawn: random.Random, sizes: Sequence[int], face: str) -> Plan:
     if not is_torch:
         faults, skips = [_at_epoch_end(fault) for fault in faults], (LOSING_STEPS, 0)
     return Plan(
-        0, 0, ranks, tuple(faults), drawn.random() < 0.3, skips, stops, face=face, steps=LOSING_STEPS,
+        0, 0, ranks, tuple(faults), drawn.random() < 0.3, skips, stops, plugin=plugin, steps=LOSING_STEPS,
     )  # fmt: skip
 
 

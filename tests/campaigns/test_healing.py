@@ -18,7 +18,7 @@ from tests.campaigns.launched_rank import plan_of
 from tests.campaigns.launching import codes_of, missing
 from tests.campaigns.plans import (
     AT_EPOCH_END,
-    LAUNCHED_FACES,
+    LAUNCHED_PLUGINS,
     LAUNCHED_STOPS,
     LAUNCHERS,
     LOST_AT,
@@ -89,7 +89,7 @@ def test_a_job_is_drawn_from_its_seed_number_and_cases_alone():
 
 def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
     plans = [draw(1, number, ["faces"]) for number in range(300)]
-    assert {plan.face for plan in plans} == {"lightning", "keras"}
+    assert {plan.plugin for plan in plans} == {"lightning", "keras"}
     assert {plan.compression for plan in plans} == {"", "bf16", "fp16"}
     points = {fault.point for plan in plans for fault in plan.faults}
     assert points == {"forward", "reduction", "update", "healing", *AT_EPOCH_END.values(), "SIGTERM"}
@@ -115,8 +115,8 @@ def test_users_start_jobs_in_all_ways_and_all_kinds_of_faults_come_to_them():
         *((launcher, False, replaces) for launcher in LAUNCHERS for replaces in (False, True)),
         *((launcher, True, replaces) for launcher in LAUNCHERS if launcher != "python" for replaces in (False, True)),
     }
-    faces = Counter((plan.face, plan.backend) for plan in plans)
-    assert set(faces) == set(LAUNCHED_FACES) and faces["torch", "torch"] > 0.75 * len(plans)
+    plugins = Counter((plan.plugin, plan.backend) for plan in plans)
+    assert set(plugins) == set(LAUNCHED_PLUGINS) and plugins["torch", "torch"] > 0.75 * len(plans)
     of_losses = {*LOST_AT, *AT_EPOCH_END.values(), "broadcast", "init"}
     for replaces, points in ((False, of_losses), (True, set(NEW_AT))):
         chosen = [plan for plan in plans if plan.replaces == replaces]

@@ -24,7 +24,7 @@ from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, TrainingState, broadcast_parameters
 from tests import mortal
-from tests.campaigns.healing_faces import train_keras, train_lightning
+from tests.campaigns.healing_plugins import train_keras, train_lightning
 from tests.campaigns.plans import LEAVES, QUIET_STEPS, Plan
 from tests.joiners import wait_for_joiners
 from tests.mortal import die, die_in_barrier, end_in_round
@@ -171,8 +171,8 @@ def taken() -> list[int]:
 def train(plan: Plan, process: int) -> dict[str, Any]:
     """What a process does."""
     mortal = Mortal(plan, process)
-    if plan.face != "torch":
-        trained = train_lightning if plan.face == "lightning" else train_keras
+    if plan.plugin != "torch":
+        trained = train_lightning if plan.plugin == "lightning" else train_keras
         options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"slot": process, **found, "weights": checksums(found["weights"])}

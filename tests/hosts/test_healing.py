@@ -115,14 +115,14 @@ def test_ranks_leave_after_the_step_in_which_they_get_sigterm(cluster, deaths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("face", ["lightning", *of_keras.BACKENDS])
-def test_so_does_rank_0_from_a_fit(cluster, tmp_path, face):
+@pytest.mark.parametrize("plugin", ["lightning", *of_keras.BACKENDS])
+def test_so_does_rank_0_from_a_fit(cluster, tmp_path, plugin):
     deaths = {0: [2, "SIGTERM"]}
-    if face == "lightning":
+    if plugin == "lightning":
         result = fit(cluster, deaths, tmp_path)
         assert of_lightning.check_survivors(result, deaths)["history"][:2] == [[0, 1, 2]] * 2
     else:
-        result = train(cluster, deaths, 1, of_keras.CHECKS, 120, KERAS_BACKEND=face)
+        result = train(cluster, deaths, 1, of_keras.CHECKS, 120, KERAS_BACKEND=plugin)
         of_keras.check_survivors(result, deaths)
     assert "left on SIGTERM" in result.output and "Traceback" not in result.output
 

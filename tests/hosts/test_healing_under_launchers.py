@@ -64,14 +64,14 @@ def test_a_rank_leaves_after_the_step_in_which_it_gets_sigterm(cluster, launcher
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("face", ["lightning", *of_keras.BACKENDS])
+@pytest.mark.parametrize("plugin", ["lightning", *of_keras.BACKENDS])
 @pytest.mark.parametrize("deaths", [{0: [2, "barrier 3 in"]}, {1: [2, "SIGTERM"]}], ids=str)
-def test_a_fit_goes_on_without_a_rank(cluster, launcher, face, deaths, tmp_path):
-    faces = of_lightning if face == "lightning" else of_keras
-    own = {"TEST_ROOT": str(tmp_path)} if face == "lightning" else {"KERAS_BACKEND": face}
+def test_a_fit_goes_on_without_a_rank(cluster, launcher, plugin, deaths, tmp_path):
+    plugins = of_lightning if plugin == "lightning" else of_keras
+    own = {"TEST_ROOT": str(tmp_path)} if plugin == "lightning" else {"KERAS_BACKEND": plugin}
     env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "1", "TEST_RANKS": "4", **own}
-    result = start(cluster, launcher, faces.CHECKS, env).run(120)
-    faces.check_survivors(result, deaths, 4)
+    result = start(cluster, launcher, plugins.CHECKS, env).run(120)
+    plugins.check_survivors(result, deaths, 4)
 
 
 RANK = """

@@ -129,15 +129,17 @@ def test_a_process_joins_in_a_fit_of_keras(cluster, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [0, 3])
-@pytest.mark.parametrize("face", ["plain", "lightning", *of_keras.BACKENDS])
-def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_waited_for(cluster, tmp_path, face, slot):
+@pytest.mark.parametrize("plugin", ["plain", "lightning", *of_keras.BACKENDS])
+def test_a_rank_that_is_stopped_for_longer_than_the_network_may_be_silent_is_waited_for(
+    cluster, tmp_path, plugin, slot
+):
     """While another one is replaced."""
-    env = {"RING_NETWORK_TIMEOUT": "2", "TEST_ROOT": str(tmp_path), "KERAS_BACKEND": face}
-    script = {"plain": CHECKS, "lightning": of_lightning.CHECKS}.get(face, of_keras.CHECKS)
+    env = {"RING_NETWORK_TIMEOUT": "2", "TEST_ROOT": str(tmp_path), "KERAS_BACKEND": plugin}
+    script = {"plain": CHECKS, "lightning": of_lightning.CHECKS}.get(plugin, of_keras.CHECKS)
     result = train(cluster, [[1, 1, "now"], [slot, 2, "stops 5"]], script=script, env=env)
-    if face == "plain":
+    if plugin == "plain":
         found, _ = check(result, EVERYONE)
-    elif face == "lightning":
+    elif plugin == "lightning":
         found, _ = of_lightning.check(result, EVERYONE, 4)
     else:
         found, _ = of_keras.check(result, EVERYONE)

@@ -4,7 +4,7 @@ A step is whole or not at all: each of its averages is taken over the same ranks
 pass, the survivors reduce its first buckets again, too. By then these hold averages, and the bucket under way holds
 anything. The gradients themselves are needed, and there are three ways to have them:
 
-- The face still has the tensors that it moved into the bucket, and moves them once more (`refill_by`).
+- The plugin still has the tensors that it moved into the bucket, and moves them once more (`refill_by`).
 - The average of a tensor is written elsewhere (`HostMemory.source`), so nothing overwrites the tensor.
 - Anything else is copied before it is reduced: flags, control numbers, and gradients that accumulated where they are
   reduced. Only jobs that are to survive a loss pay for that.

@@ -1,7 +1,7 @@
 """Notices a job whose ranks never communicate, so that each trains a model of its own.
 
 A script that calls `init(ranks=4)` and then nothing else of this package runs four times, and every rank's loss looks
-right. The calls that would average belong to a face, which such a script may never import. So the core itself looks
+right. The calls that would average belong to a plugin, which such a script may never import. So the core itself looks
 whether any communicator has been used.
 """
 

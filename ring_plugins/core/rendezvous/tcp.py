@@ -3,8 +3,8 @@
 Rank 0 listens and the other ranks connect to it (bootstrap.py). They learn its port in one of two ways. Usually it is
 MASTER_PORT. But torchrun's agent keeps that port for a store of torch's, and so does a script that has initialized
 torch.distributed itself. Rank 0 then listens on any free port and publishes the number through that store. The core
-imports no framework: the framework's face registers a `StoreProvider`, and the package registers a loader for
-jobs whose launcher holds the port although the script has not imported the face.
+imports no framework: the framework's plugin registers a `StoreProvider`, and the package registers a loader for
+jobs whose launcher holds the port although the script has not imported the plugin.
 """
 
 from __future__ import annotations

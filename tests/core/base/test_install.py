@@ -1,4 +1,4 @@
-"""What to type to add an optional package, and the faces without their frameworks."""
+"""What to type to add an optional package, and the plugins without their frameworks."""
 
 import importlib.metadata
 import os
@@ -34,7 +34,7 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 @pytest.mark.parametrize(
-    ("hidden", "face", "text"),
+    ("hidden", "plugin", "text"),
     [
         (("torch",), "torch", "needs PyTorch, which cannot be imported (No module named 'torch'). [torch]"),
         (LIGHTNING, "lightning", "needs Lightning, which is not installed. [lightning]"),
@@ -47,15 +47,15 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
         ),
     ],
 )
-def test_a_face_without_its_framework_names_the_command(hidden, face, text):
-    if face not in hidden and hidden != LIGHTNING and find_spec(face) is None:
-        pytest.skip(f"{face} is not installed, which would be named first")
-    script = f"{HIDE}sys.meta_path.insert(0, Hidden{hidden!r})\nprint(error_of('ring_plugins.{face}'))"
+def test_a_plugin_without_its_framework_names_the_command(hidden, plugin, text):
+    if plugin not in hidden and hidden != LIGHTNING and find_spec(plugin) is None:
+        pytest.skip(f"{plugin} is not installed, which would be named first")
+    script = f"{HIDE}sys.meta_path.insert(0, Hidden{hidden!r})\nprint(error_of('ring_plugins.{plugin}'))"
     environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     before, _, extras = text.partition(" [")
-    assert f"ring_plugins.{face} {before}" in ended.stdout
+    assert f"ring_plugins.{plugin} {before}" in ended.stdout
     assert (f'Add it with: pip install "ring_plugins[{extras}"' if extras else "pip install") in ended.stdout
 
 
