@@ -1,6 +1,6 @@
 """Training with Keras where ranks may be lost: what is refused, and the proof that the others are equal.
 
-The survivors average the step's gradients once more, from the memory in which the framework or `KeptInputs` still has
+The survivors average the step's gradients once more, from the memory in which the framework or `SavedInputs` still has
 them (core/gradients/repetition.py), so a compiled step notices nothing.
 """
 

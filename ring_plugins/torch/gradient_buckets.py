@@ -34,7 +34,7 @@ from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, 
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
-from ring_plugins.torch.intact_gradients import IntactGradients
+from ring_plugins.torch.saved_gradients import SavedGradients
 from ring_plugins.torch.sparse import average_sparse
 from ring_plugins.torch.tensor_memory import (
     check_plain,
@@ -195,7 +195,7 @@ class GradientBuckets:
             holds_last=True,
             overlap=overlap,
         )
-        self._intact = IntactGradients(self.reducer.kept) if self.reducer.kept is not None else None
+        self._saved = SavedGradients(self.reducer.kept) if self.reducer.kept is not None else None
         self._held = HeldGradients(self.plan.buckets, self._tensors, self.parameters, self.views)
 
     def _allocate(self, compression: Compression | None) -> tuple[BucketMemory, list[torch.Tensor]]:
@@ -327,9 +327,9 @@ class GradientBuckets:
         """The memory of a bucket's direct gradients; others have been moved to these views."""
         if self._half is not None:
             return self._half.pack(bucket, direct)
-        if self._intact is not None:
-            self._intact.moved(bucket, moved, views)
-            return [*self._intact.memories(bucket, direct, self.parameters, self._absent)]
+        if self._saved is not None:
+            self._saved.moved(bucket, moved, views)
+            return [*self._saved.memories(bucket, direct, self.parameters, self._absent)]
         if self._streams is None and bucket.dtype in _KNOWN_TO_NUMPY:
             return [host_memory_of(gradient, bucket.dtype) for gradient in direct]
         return [dense_memory(gradient) for gradient in direct]

@@ -16,7 +16,7 @@ from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.gradients.repetition import KeptInputs
+from ring_plugins.core.gradients.repetition import SavedInputs
 from ring_plugins.core.gradients.trials import ALWAYS, FixedOverlap, Overlap
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
@@ -79,7 +79,7 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        self.kept = KeptInputs() if isinstance(communicator, HealingCommunicator) else None
+        self.kept = SavedInputs() if isinstance(communicator, HealingCommunicator) else None
         self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False

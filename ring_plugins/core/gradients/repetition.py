@@ -26,7 +26,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.gradients.fusion import Bucket
 
 
-class KeptInputs:
+class SavedInputs:
     """What the buckets of a pass held before they were reduced."""
 
     def __init__(self) -> None:

@@ -23,20 +23,20 @@ from torch import nn
 
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.gradients.fusion import Bucket
-from ring_plugins.core.gradients.repetition import KeptInputs
+from ring_plugins.core.gradients.repetition import SavedInputs
 from ring_plugins.torch.tensor_memory import dense_memory, is_shared, memory_like
 
 _version_of = operator.attrgetter("_version")
 
 
-class IntactGradients:
+class SavedGradients:
     """The gradients of some buckets that need no copy.
 
     Args:
         kept: of the buckets' reducer.
     """
 
-    def __init__(self, kept: KeptInputs) -> None:
+    def __init__(self, kept: SavedInputs) -> None:
         self._kept = kept
         self._spare: dict[int, torch.Tensor] = {}  # by entry, memory for its average
 
