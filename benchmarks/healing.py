@@ -73,9 +73,9 @@ def training(
     model, x = make()
     y = torch.randint(0, 10, (x.shape[0],))
     world = current()
-    world.heals = goes_on
+    world.recovers = goes_on
     averager = GradientAverager(model, communicator=world.new_communicator("continue" if goes_on else "end"))
-    world.heals = True
+    world.recovers = True
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     averager.compare_options(lambda: optimizer.param_groups)
     optimizer.averager = averager  # type: ignore[attr-defined]  # which must outlive this function

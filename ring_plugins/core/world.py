@@ -27,9 +27,9 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitial
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
-from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.messages import Messenger
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
@@ -69,7 +69,7 @@ class World:
 
     Attributes:
         world_rank: the rank with which this process started.
-        heals: whether the job goes on when ranks are lost.
+        recovers: whether the job goes on when ranks are lost.
         replaces: whether other processes take the places of those.
         is_joining: whether this process is to take such a place, and has not yet.
         processes: who all ranks are, and where.
@@ -90,8 +90,8 @@ class World:
         self._pid = os.getpid()
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
-        self.heals = policy.continues and rendezvous.size > 1
-        self.replaces = policy.replaces and self.heals
+        self.recovers = policy.continues and rendezvous.size > 1
+        self.replaces = policy.replaces and self.recovers
         self.has_left = False
         self.launcher = launcher
         record = detect()
@@ -173,16 +173,16 @@ class World:
             self._monitor = self._make_monitor(server, entries)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
-        if self.heals:
-            self._begin_to_heal()
+        if self.recovers:
+            self._begin_to_recover()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
-        if self.heals:
+        if self.recovers:
             self.elastic.preemption_notice.install()
         if self.own_slot is not None:
             self._write_join_info()
             self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
-        if self.heals and own is not None and (places := slots()) is not None:
+        if self.recovers and own is not None and (places := slots()) is not None:
             places.take(SlotOwner(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:
@@ -203,7 +203,7 @@ class World:
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
         self._rank_marker = RankMarker(rank)
 
-    def _begin_to_heal(self, joined: Mesh | None = None) -> None:
+    def _begin_to_recover(self, joined: Mesh | None = None) -> None:
         """From now on, the loss of a rank does not end the job; collective. `joined` as in `extend`."""
         assert self._monitor is not None
         for service in self.elastic.begin(self.transport, self.addresses(), joined):
@@ -313,7 +313,7 @@ class World:
         if len(set(members)) != len(members) or not set(members) <= set(self.world_ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
         if len(members) != size:
-            self.refuse_to_heal(f"{name}, a group of some ranks,")
+            self.refuse_to_recover(f"{name}, a group of some ranks,")
         if gather is None and len(members) != size:
             raise ArgumentError(
                 f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
@@ -323,7 +323,7 @@ class World:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
             with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
-                communicator = (HealingCommunicator if self.heals else HostCommunicator)(
+                communicator = (RecoveringCommunicator if self.recovers else HostCommunicator)(
                     name,
                     self.world_rank,
                     self.processes.nodes[self.world_rank],
@@ -333,7 +333,7 @@ class World:
                     self._rendezvous.transport,
                     check_gather if gather else self.communicator.check,
                 )
-            if isinstance(communicator, HealingCommunicator):
+            if isinstance(communicator, RecoveringCommunicator):
                 self.elastic.watch_over(communicator)
         self._keep(communicator)
         return communicator
@@ -343,7 +343,7 @@ class World:
         self._statistics.append(communicator.statistics)
         self._made += 1
 
-    def refuse_to_heal(self, what: str) -> None:
+    def refuse_to_recover(self, what: str) -> None:
         """Refuse what would not survive the loss of a rank, in a job that is to go on after one.
 
         Args:
@@ -352,7 +352,7 @@ class World:
         Raises:
             ArgumentError: on_failure is "continue".
         """
-        if self.heals:
+        if self.recovers:
             raise ArgumentError(
                 f'{what} does not support on_failure="{self._policy.on_failure}" yet: leave it out, and unset '
                 f"{config.ON_FAILURE.name}. The first rank that fails then ends the job."
@@ -409,10 +409,10 @@ class World:
         """With how many ranks the job goes on."""
         return self._policy.min_ranks
 
-    def healing_communicators(self) -> dict[int, HealingCommunicator]:
+    def recovering_communicators(self) -> dict[int, RecoveringCommunicator]:
         """Those in use, by creation order."""
         found = sorted(self._communicators.items())
-        return {key: one for key, one in found if isinstance(one, HealingCommunicator) and one.is_open}
+        return {key: one for key, one in found if isinstance(one, RecoveringCommunicator) and one.is_open}
 
     def introduction(self) -> dict[str, Any]:
         """What this process tells when it joins, or when others join: JSON can hold it."""
@@ -478,11 +478,11 @@ class World:
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort, self.status_after)
         self._monitor.add(self.observers.stalls)
-        self._begin_to_heal(mesh)
+        self._begin_to_recover(mesh)
         if mesh is not None:
             addresses = [entries[rank].addresses if rank in entries else [] for rank in range(max(entries) + 1)]
             self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
-            for communicator in self.healing_communicators().values():
+            for communicator in self.recovering_communicators().values():
                 self.elastic.watch_over(communicator)
         self.is_joining = False
 
@@ -514,7 +514,7 @@ class World:
             DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
             MismatchError: the ranks have different releases of NCCL.
         """
-        self.refuse_to_heal("communication between GPUs")
+        self.refuse_to_recover("communication between GPUs")
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
         choose_interface()
@@ -531,7 +531,7 @@ class World:
     def messenger(self) -> Messenger:
         """The messages between this process and any other rank; made by the first call."""
         if self._messenger is None:
-            self.refuse_to_heal("sending messages from rank to rank")
+            self.refuse_to_recover("sending messages from rank to rank")
             rank, entries = self.world_rank, self.processes.entries
             near = [other for other, entry in entries.items() if entry.domain == entries[rank].domain]
             addresses = self.addresses() if len(near) < len(entries) else []

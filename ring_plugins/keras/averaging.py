@@ -41,10 +41,10 @@ from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.buckets import describe_gradient
 from ring_plugins.keras.drift import check_drift
-from ring_plugins.keras.healing import refuse_to_heal_overlapped
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import refuse_before_joining
+from ring_plugins.keras.recovery import refuse_to_recover_overlapped
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
@@ -191,7 +191,7 @@ class GradientAveraging:
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
         topology = connect().topology
-        refuse_to_heal_overlapped(overlap)
+        refuse_to_recover_overlapped(overlap)
         if topology.size > 1:
             warn_of_gpu_copies(topology.rank, compression is not None)
         self._variables: list[Any] = []
@@ -380,7 +380,7 @@ class GradientAveraging:
         steps = self.exchange.passes - 1
         if not self.compares_weights or not (steps <= 0 or is_compared_after(steps)) or not is_check_wanted():
             return
-        if current().heals or membership_changes():  # ranks that have come later have taken other numbers of steps
+        if current().recovers or membership_changes():  # ranks that have come later have taken other numbers of steps
             return
 
         def checksums() -> tuple[list[str], list[int]]:

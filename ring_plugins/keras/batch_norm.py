@@ -70,7 +70,7 @@ class SynchronizedBatchNorm:
         world = connect()
         if world.topology.size == 1 or not self._layers:
             return
-        world.refuse_to_heal("Batch normalization over the batches of all ranks")
+        world.refuse_to_recover("Batch normalization over the batches of all ranks")
         # One communicator serves all layers, since every rank runs them in the same order.
         self._communicator = world.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)

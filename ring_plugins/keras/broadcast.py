@@ -13,7 +13,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.elastic.joining import admit, join
 from ring_plugins.core.elastic.root import Root
@@ -39,10 +39,10 @@ from ring_plugins.keras.callback_list import (
     saves_weights,
 )
 from ring_plugins.keras.drift import LIKELY_CAUSES, check_drift
-from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.interrupted_fit import argument_of_fit, tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state
+from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.keras.shard import begin_epoch, continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
@@ -216,7 +216,13 @@ class BroadcastCallback(keras.callbacks.Callback):
             if saves_together:
                 check_formats(callbacks)
             self._writers = arrange(
-                callbacks, self._first, self, self._root.is_here, self.write_on_root_only, world.heals, saves_together
+                callbacks,
+                self._first,
+                self,
+                self._root.is_here,
+                self.write_on_root_only,
+                world.recovers,
+                saves_together,
             )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -245,7 +251,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
         # A script may give the callback that saves to one rank only.
         self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights, "fit"))
-        if world.heals and self.write_on_root_only:
+        if world.recovers and self.write_on_root_only:
             warn_of_lone_writers(self._writers, self._communicator)
         if any(self._communicator.all_gather_object(backend().is_lazy(model), "fit")):
             if world.replaces:
@@ -440,7 +446,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._compare_what_callbacks_left()
         sharded = [averaging.sharded for averaging in self._active() if averaging.sharded is not None]
         # A writer may still be lost while it completes its files, or save here.
-        if current().heals or sharded:
+        if current().recovers or sharded:
             assert self._stop is not None
             self._after_exchange(self._stop.after_epoch(self.model))
         assert self._root is not None

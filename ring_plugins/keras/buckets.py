@@ -25,7 +25,7 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap
-from ring_plugins.keras.healing import LossWatch, check_equal
+from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.observe.drift import checksum
 
 T = TypeVar("T")

@@ -39,7 +39,7 @@ def arrange(
     last: Any,
     writes_here: Callable[[], bool],
     written_by_one: bool,
-    heals: bool,
+    recovers: bool,
     saves_together: bool = False,
 ) -> list[HeldWriter]:
     """Move `first` to the start and `last` to the end, and leave writing to one rank.
@@ -50,7 +50,7 @@ def arrange(
         last: callback that must run after all others.
         writes_here: whether this rank is the one that writes now.
         written_by_one: whether only one rank writes checkpoints and logs; only one shows a progress bar anyway.
-        heals: whether another rank takes over if that one is lost, so that all keep the writers.
+        recovers: whether another rank takes over if that one is lost, so that all keep the writers.
         saves_together: whether the other ranks take part, in `last`, when one saves. Callbacks that save then come
             after all others, which may call collectives themselves.
 
@@ -64,7 +64,7 @@ def arrange(
             continue
         if not isinstance(callback, WRITERS if written_by_one else keras.callbacks.ProgbarLogger):
             kept.append(callback)
-        elif heals:
+        elif recovers:
             held.append(HeldWriter(callback, writes_here))
             kept.append(held[-1])
         elif writes_here():

@@ -85,7 +85,7 @@ def sharded(optimizer: Any) -> ShardedUpdates:
         found.check_is_here()
         return found
     check_shardable(optimizer)
-    connect().refuse_to_heal("a sharded optimizer, whose state is lost with a rank,")
+    connect().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
     return ShardedUpdates(optimizer)
 
 

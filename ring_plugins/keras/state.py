@@ -18,7 +18,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.elastic.root import Root
@@ -157,7 +157,7 @@ def state_and_seeds(*parts: Any) -> tuple[list[Any], list[Any]]:
 
 def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, communicator: Communicator) -> bool:
     """Broadcast them from the rank that is the root now; returns whether it is still there at the end."""
-    is_equal = current().heals and _is_equal(state, communicator)
+    is_equal = current().recovers and _is_equal(state, communicator)
     source = communicator.ranks[root.rank_in(communicator)]
     try:
         for variable in state:

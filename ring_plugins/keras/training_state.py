@@ -23,9 +23,9 @@ from ring_plugins.core.elastic.joining import admit, checksum_of, if_different, 
 from ring_plugins.core.elastic.state_transfer import check_picklable, fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, averaging_optimizers
-from ring_plugins.keras.healing import LossWatch, check_equal
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import kind_of_state, set_joins_between_fits, share_state
+from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.keras.state import build_optimizer, optimizers_among, weight_checksums
 
 #: How many a process has made.

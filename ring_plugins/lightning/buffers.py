@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.world import current
-from ring_plugins.lightning.healing import broadcast_from_rank_0
+from ring_plugins.lightning.recovery import broadcast_from_rank_0
 
 # Small buffers travel together; large ones need no second copy of all of them.
 _COALESCED_BYTES = 64 * 1024 * 1024
@@ -48,10 +48,10 @@ class BufferBroadcast:
 
 @purpose("broadcast of buffers")
 def _broadcast(tensors: Iterable[Tensor]) -> None:
-    heals = current().heals
+    recovers = current().recovers
     with torch.no_grad():
         for batch in _batches(tensors):
-            if heals:
+            if recovers:
                 flat = broadcast_from_rank_0(batch)
             else:
                 flat = torch.cat([tensor.reshape(-1) for tensor in batch])

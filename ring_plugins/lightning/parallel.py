@@ -17,7 +17,7 @@ from typing_extensions import override
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.lightning import healing
+from ring_plugins.lightning import recovery
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
 from ring_plugins.lightning.failure import has_failed
 from ring_plugins.lightning.launcher import join_world
@@ -76,7 +76,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     package: ClassVar[Package]
     accelerator_type: ClassVar[type]
-    can_heal: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
+    can_recover: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
 
     cluster_environment: RingEnvironment
     parallel_devices: list[torch.device] | None
@@ -181,10 +181,10 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             return tensor
         if self._is_alone:
             return torch.stack([tensor] * self.world_size)
-        if self._heals:
+        if self._recovers:
             if sync_grads or group is not None:
-                world.current().refuse_to_heal("all_gather with sync_grads=True or a group")
-            return healing.all_gather(tensor)
+                world.current().refuse_to_recover("all_gather with sync_grads=True or a group")
+            return recovery.all_gather(tensor)
         return all_gather(tensor, group, sync_grads)
 
     @override
@@ -200,8 +200,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         """Return the object of rank `src`, pickled, on every rank."""
         if not world.is_initialized() or self.world_size == 1 or has_failed() or self._is_alone:
             return obj
-        if self._heals:
-            item = healing.broadcast_object(obj, src)
+        if self._recovers:
+            item = recovery.broadcast_object(obj, src)
             _tell_losses()
             return item
         result: T = world.current().communicator.broadcast_object(obj, root=src, operation="strategy.broadcast")
@@ -210,21 +210,21 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @purpose("strategy.reduce")
     def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
-        is_single = self.world_size == 1 or has_failed() or not (self._heals or dist.is_initialized())
+        is_single = self.world_size == 1 or has_failed() or not (self._recovers or dist.is_initialized())
         if is_single or not isinstance(tensor, Tensor):
             return tensor
         if self._is_alone:
-            return healing.reduced_if_all_had(tensor, op_of(reduce_op), self.world_size)
-        if not self._heals:
+            return recovery.reduced_if_all_had(tensor, op_of(reduce_op), self.world_size)
+        if not self._recovers:
             return all_reduce(tensor, group, reduce_op)
         if group is not None:
-            world.current().refuse_to_heal("reducing among the ranks of a group")
-        return healing.all_reduce(tensor, op_of(reduce_op))
+            world.current().refuse_to_recover("reducing among the ranks of a group")
+        return recovery.all_reduce(tensor, op_of(reduce_op))
 
     @property
-    def _heals(self) -> bool:
+    def _recovers(self) -> bool:
         """Whether the job goes on when ranks are lost."""
-        return world.is_initialized() and world.current().heals
+        return world.is_initialized() and world.current().recovers
 
     def _sharded(self, optimizers: Sequence[Any], named_parameters: Iterable[tuple[str, Tensor]] = ()) -> list[Any]:
         """The optimizers, sharded if the user wants that; collective then."""
@@ -270,9 +270,9 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
                 f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
                 " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
-        if own_world.heals and not self.can_heal:
-            own_world.refuse_to_heal("RingFabricStrategy")
-        if not own_world.heals:  # a process group would keep its number of ranks
+        if own_world.recovers and not self.can_recover:
+            own_world.refuse_to_recover("RingFabricStrategy")
+        if not own_world.recovers:  # a process group would keep its number of ranks
             ensure_process_group(own_world, self._timeout)
 
 

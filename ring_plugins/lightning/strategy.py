@@ -26,10 +26,10 @@ from ring_plugins.lightning.failure import (
     report_failure,
     set_exit_status,
 )
-from ring_plugins.lightning.healing import LossFollower
 from ring_plugins.lightning.hyperparameters import check_equal
 from ring_plugins.lightning.launcher import RingLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import for_device
@@ -95,7 +95,7 @@ class RingTrainerLogic(RingParallelLogic):
     # again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     strategy_name = "ring"
-    can_heal = True
+    can_recover = True
     model: Module | None
     lightning_module: Any
     optimizers: list[Any]
@@ -153,7 +153,7 @@ class RingTrainerLogic(RingParallelLogic):
     @property
     def is_distributed(self) -> bool:
         """Whether there are or were several ranks; Lightning then injects samplers and synchronizes logged values."""
-        return self.world_size > 1 or self._heals
+        return self.world_size > 1 or self._recovers
 
     @property
     def waited_seconds(self) -> float:
@@ -179,9 +179,9 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def setup(self, trainer: Any) -> None:
         is_fitting = trainer.state.fn == "fit"
-        if self._heals:
+        if self._recovers:
             if self._layer_sync:
-                world.current().refuse_to_heal("Trainer(sync_batchnorm=True)")
+                world.current().refuse_to_recover("Trainer(sync_batchnorm=True)")
             self._follower = LossFollower(self, trainer, self.lightning_module)
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer)  # before the weights, of which other numbers make other shapes
@@ -192,7 +192,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self.is_distributed:
             if self._same_loop is not None:
                 self._same_loop.close()
-            self._same_loop = SameLoop(trainer, compares=not self._heals and self.world_size > 1)
+            self._same_loop = SameLoop(trainer, compares=not self._recovers and self.world_size > 1)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None

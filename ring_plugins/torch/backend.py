@@ -64,7 +64,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     """
     rank, size, group_id = options.group_rank, options.group_size, options.group_id
     if world.is_initialized():  # first of all: the store is gone where another rank has been refused already
-        world.current().refuse_to_heal(_WHAT)
+        world.current().refuse_to_recover(_WHAT)
     # A separate connection, where torch can clone one (2.5), so that our threads never wait while the script uses it.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store
     prefix = f"ring/{next(_created[group_id])}"
@@ -77,7 +77,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         if is_job or (record.kind == "single" and size > 1):
             adopt(PrefixStore("world", store), rank, size)
     own = world.init()
-    own.refuse_to_heal(_WHAT)
+    own.refuse_to_recover(_WHAT)
     if size > own.topology.size:
         raise LaunchError(
             f"torch.distributed was asked for {size} ranks, but ring_plugins runs {own.topology.size} "

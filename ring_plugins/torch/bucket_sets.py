@@ -21,7 +21,7 @@ from torch import nn
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.validation import refusals_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
@@ -88,8 +88,8 @@ class BucketSets:
         self._sparse = set[nn.Parameter]()
         if isinstance(model, nn.Module) and gathers_sparse:
             self._sparse = sparse_parameters(model)
-        if self._sparse and isinstance(communicator, HealingCommunicator):
-            current().refuse_to_heal('gathering sparse gradients (sparse="densify" works)')
+        if self._sparse and isinstance(communicator, RecoveringCommunicator):
+            current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
@@ -105,7 +105,7 @@ class BucketSets:
         self._held: _Trained = ()
         self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
-        if isinstance(communicator, HealingCommunicator):
+        if isinstance(communicator, RecoveringCommunicator):
             communicator.buffers_belong_to(self)
 
     # Parameters -------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _check_op(op: Op, name: str) -> None:
 
 
 def _apply(name: str, x: torch.Tensor, forward: _Call, backward: _Call) -> torch.Tensor:
-    current().refuse_to_heal(f"ring_plugins.torch.{name}, which passes gradients between ranks,")
+    current().refuse_to_recover(f"ring_plugins.torch.{name}, which passes gradients between ranks,")
     check_dense(x, "x")
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x of {name} is {x.dtype}, which has no gradient; call ring_plugins.{name} instead.")

@@ -25,7 +25,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator, Work
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
@@ -130,8 +130,8 @@ class GradientBuckets:
     ) -> None:
         self._options = options or ComparedOptions()
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
-        self._heals = isinstance(communicator, HealingCommunicator)
-        self._communicator, self.is_ordered = communicator, order is not None or self._heals
+        self._recovers = isinstance(communicator, RecoveringCommunicator)
+        self._communicator, self.is_ordered = communicator, order is not None or self._recovers
         self.has_others, self.wants_change, self.replaced, self.noted = False, False, list[str](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
@@ -378,7 +378,7 @@ class GradientBuckets:
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
-        if self._gathers_sparse and self._heals:
+        if self._gathers_sparse and self._recovers:
             raise ArgumentError(
                 f"the gradient of {self.names[i]} is sparse, which on_failure='continue' does not support: pass "
                 "sparse='densify'."

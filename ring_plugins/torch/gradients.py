@@ -24,7 +24,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
@@ -43,7 +43,6 @@ from ring_plugins.torch.compared_options import Groups, check_equal_options
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
-from ring_plugins.torch.healing import HealingCheck
 from ring_plugins.torch.own_gradients import (
     DroppedAverager,
     OwnGradients,
@@ -52,6 +51,7 @@ from ring_plugins.torch.own_gradients import (
     step_inside_backward,
 )
 from ring_plugins.torch.ownership import Claim, refusal, still_there
+from ring_plugins.torch.recovery import RecoveryCheck
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.tensor_memory import are_pairs
 
@@ -136,9 +136,9 @@ class GradientAverager:
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
             self._communicator = communicator or _communicator_for(named_parameters(model))
-            self._healing: HealingCheck | None = None
-            if isinstance(self._communicator, HealingCommunicator):
-                self._healing = HealingCheck(self._communicator, overlap, autotune)
+            self._recovery: RecoveryCheck | None = None
+            if isinstance(self._communicator, RecoveringCommunicator):
+                self._recovery = RecoveryCheck(self._communicator, overlap, autotune)
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
@@ -164,7 +164,7 @@ class GradientAverager:
         self._after_pass: weakref.WeakMethod[Callable[[int], None]] | None = None
         #: Reductions of all gradients so far.
         self.steps = 0
-        if self._communicator.size > 1 or communicator is not None or self._healing is not None:
+        if self._communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self._communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
@@ -177,7 +177,7 @@ class GradientAverager:
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
-        if self._healing is not None:
+        if self._recovery is not None:
             self._sets.overlap = FixedOverlap(False)
         elif self._streams is None:
             has_room = has_room_to_overlap(torch.get_num_threads())
@@ -460,8 +460,8 @@ class GradientAverager:
         Returns:
             Whether a rank is to leave now.
         """
-        if self._healing is not None:
-            self._healing.check_has_joined()
+        if self._recovery is not None:
+            self._recovery.check_has_joined()
             buckets.wants_change = current().elastic.wants_change
         is_due = self._sets.weights.is_due
         at_once = self._skipping.step is not None or not buckets.is_ordered or is_due
@@ -471,8 +471,8 @@ class GradientAverager:
             self._passes = 0
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
             return False
-        if self._healing is not None:
-            self._healing.after_pass(self._sets.named)
+        if self._recovery is not None:
+            self._recovery.after_pass(self._sets.named)
         if outcome.found_sparse:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1

@@ -600,5 +600,5 @@ def _join(
 
 
 def _new_communicator() -> Communicator[Any]:
-    current().refuse_to_heal("a sharded optimizer, whose state is lost with a rank,")
+    current().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
     return current().new_communicator("sharded updates")

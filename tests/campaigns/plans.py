@@ -268,7 +268,7 @@ def _many_lost(drawn: random.Random, sizes: Sequence[int], plugin: str) -> Plan:
             point = "broadcast"  # which may end the job; with epochs, a checkpoint
         if point == "collective" and victim == alive[-1] and not last:
             point = "reduction"  # the broadcast behind it may end the job
-        point, step = _while_others_heal(point, step, faults)
+        point, step = _while_others_recover(point, step, faults)
         if point == "skipped step":
             skips = skips if skips[0] < LOSING_STEPS else (step, drawn.choice(lives))
             point = point if skips[0] == step else "update"
@@ -303,7 +303,7 @@ def _many_replaced(drawn: random.Random, sizes: Sequence[int]) -> Plan:
         point = _drawn(drawn, REPLACED_AT)
         if point == "round" and not faults:
             point = "forward"  # nobody joins before somebody is lost
-        point, step = _while_others_heal(point, step, faults)
+        point, step = _while_others_recover(point, step, faults)
         faults.append(_fault_of_replaced(drawn, victim, step, point, hosts))
         step += drawn.choice([0, 0, 1, 2, 3, 4])
     news = drawn.randint(2, NEW_FAULTS) * hosts
@@ -320,7 +320,7 @@ def _many_replaced(drawn: random.Random, sizes: Sequence[int]) -> Plan:
     return Plan(0, 0, ranks, tuple(faults), in_place, skips, stops, steps=LAUNCHED_STEPS, replaces=True)
 
 
-def _while_others_heal(point: str, step: int, faults: Sequence[Fault]) -> tuple[str, int]:
+def _while_others_recover(point: str, step: int, faults: Sequence[Fault]) -> tuple[str, int]:
     """Point and step of a further fault; nobody dies in healing unless another one has died in that step."""
     if point != "healing":
         return point, step

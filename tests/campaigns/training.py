@@ -278,7 +278,7 @@ class Loop:
 def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:
     """A list that gets the members at the end of each pass; the next death may be found in the same backward."""
     log: list[tuple[int, ...]] = []
-    check = optimizer.averager._healing
+    check = optimizer.averager._recovery
     assert check is not None
     after_pass = check.after_pass
     check.after_pass = lambda named: (log.append(current().world_ranks), after_pass(named))  # type: ignore[method-assign, assignment, func-returns-value, return-value]

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from tests.hosts import hosts
-from tests.keras import test_healing as of_keras
-from tests.lightning import test_healing as of_lightning
-from tests.torch.test_healing import CHECKS, check_survivors, replayed
+from tests.keras import test_recovery as of_keras
+from tests.lightning import test_recovery as of_lightning
+from tests.torch.test_recovery import CHECKS, check_survivors, replayed
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer, broadcast_parameters
 from tests.passes import members_of_passes
-from tests.torch.checks_healing import gradient
+from tests.torch.checks_recovery import gradient
 from tests.worker import report, report_pid
 
 ring.init(on_failure="continue")

@@ -7,10 +7,10 @@ import pytest
 
 from ring_plugins.core.rendezvous import launcher_shim
 from tests.hosts import find_mpich, hosts
-from tests.keras import test_healing as of_keras
+from tests.keras import test_recovery as of_keras
 from tests.launchers import find_mpirun
-from tests.lightning import test_healing as of_lightning
-from tests.torch.test_healing import CHECKS, check_survivors
+from tests.lightning import test_recovery as of_lightning
+from tests.torch.test_recovery import CHECKS, check_survivors
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 LAUNCHERS = ["srun", "mpirun", "MPICH", "torchrun"]

@@ -12,7 +12,7 @@ import pytest
 from tests.hosts import hosts
 from tests.hosts.test_healing import UNTIL_LOST, check_that_one_side_went_on
 from tests.launch import slowness
-from tests.torch.test_healing import CHECKS, check_survivors
+from tests.torch.test_recovery import CHECKS, check_survivors
 
 RING = str(Path(sys.executable).parent / "ring")
 SUPERVISOR = "ring_plugins.launcher.host_supervisor"

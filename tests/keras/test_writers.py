@@ -130,7 +130,7 @@ def test_one_rank_writes_checkpoints_of_orbax(writes):
     checkpoint, first, last = orbax_checkpoint(), keras.callbacks.Callback(), keras.callbacks.Callback()
     callbacks = SimpleNamespace(callbacks=[checkpoint, last])
     assert saves_weights(callbacks)
-    assert arrange(callbacks, first, last, lambda: writes, written_by_one=True, heals=False) == []
+    assert arrange(callbacks, first, last, lambda: writes, written_by_one=True, recovers=False) == []
     assert callbacks.callbacks == [first, *[checkpoint] * writes, last]
 
 

@@ -143,7 +143,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         communicator=Telling("test"),
         topology=topology,
         elastic=SimpleNamespace(changes=ChangeCallbacks(), end_if_all_are_told=lambda: None),
-        refuse_to_heal=lambda what: None,
+        refuse_to_recover=lambda what: None,
         is_joining=False,
         world_rank=0,
         world_ranks=(0, 1),

@@ -35,7 +35,7 @@ def train(rank, model, steps, zero, number, how):
 def no_job(monkeypatch):
     """The ranks are threads: nobody joins or leaves."""
     world = SimpleNamespace(is_joining=False, elastic=SimpleNamespace(view=0, wants_change=False))
-    for module in ("healing", "gradients"):
+    for module in ("recovery", "gradients"):
         monkeypatch.setattr(f"ring_plugins.torch.{module}.current", lambda: world)
 
 

@@ -138,7 +138,7 @@ class SerialExecutor:
                 self._fail_by_mismatch(fingerprint.text, error, inside)
                 raise
             except (PeerFailed, DeadlockError) as error:  # which the other members raise too
-                self._end_or_heal(error, fingerprint.text)
+                self._end_or_recover(error, fingerprint.text)
                 raise
             except BaseException as error:
                 if wait.begun or isinstance(error, RingError):
@@ -182,7 +182,7 @@ class SerialExecutor:
             waited_ms=round(waited * 1e3, 3),
         )
 
-    def _end_or_heal(self, error: RingError, operation: str) -> None:
+    def _end_or_recover(self, error: RingError, operation: str) -> None:
         """Let nothing follow after an error, unless members died and the others agree to go on without them."""
         if not isinstance(error, MembersLost):
             self.failure.fail(error)

@@ -14,7 +14,7 @@ None of this is ever taken back. Evidence is never wrong, silence may be.
 
 **Views.** Every change of the members is a numbered view. The ranks of a view agree on the next one: its members, and
 how many operations are confirmed. An operation ends with a confirmation that a rank passes only when all have entered
-it (collectives/healing.py). So if any survivor has passed it, all have the result: they take the largest number that
+it (collectives/recovery.py). So if any survivor has passed it, all have the result: they take the largest number that
 any of them has confirmed, and whoever stands in that confirmation has passed it, too.
 
 **Algorithm.** Single-decree Paxos for each view (Lamport, "Paxos made simple", 2001): a leader collects promises,

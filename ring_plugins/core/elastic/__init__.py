@@ -9,5 +9,5 @@
 - `root` lets a loop of broadcasts keep to one process, whatever its rank becomes.
 
 How the step goes on that a loss interrupts: control/membership.py and control/mesh.py (who is left),
-collectives/healing.py (communicators), gradients/repetition.py (the step).
+collectives/recovery.py (communicators), gradients/repetition.py (the step).
 """

@@ -30,7 +30,7 @@ from typing import Any
 from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.collectives.healing import HealingCommunicator, repeated
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator, repeated
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -87,7 +87,7 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
     entry = {**world.introduction(), "place": place}
     try:
-        joined = take_part(call, peers.own, peers.others, world.healing_communicators(), entry)
+        joined = take_part(call, peers.own, peers.others, world.recovering_communicators(), entry)
     except NotAdmitted:  # the joiner tells if it does not try again
         return ()
     joined.go_on(world)
@@ -129,7 +129,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
             world.exit_from_job(0)
         entry = {**world.introduction(), "place": place}
         try:
-            joined = take_part(call, peers.own, {}, world.healing_communicators(), entry)
+            joined = take_part(call, peers.own, {}, world.recovering_communicators(), entry)
         except DifferentScript as reason:
             raise MismatchError(str(reason)) from None
         except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
@@ -188,7 +188,7 @@ class Joined:
         call: Call,
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[HealingCommunicator, Renewal],
+        mapped: Mapping[RecoveringCommunicator, Renewal],
     ) -> None:
         self._call, self._told, self._peers, self._mapped = call, told, peers, mapped
 
@@ -261,7 +261,7 @@ def take_part(
     call: Call,
     own: Liveness,
     known: Mapping[int, Liveness],
-    communicators: Mapping[int, HealingCommunicator],
+    communicators: Mapping[int, RecoveringCommunicator],
     entry: Mapping[str, Any],
 ) -> Joined:
     """Let joiners join: all that the call names call this at the same place.
@@ -293,7 +293,7 @@ def take_part(
         problem = f"rank {own.rank} {error}"
     offers = {key: offer_of(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "offers": offers, "problem": problem})
-    mapped: dict[HealingCommunicator, Renewal] = {}
+    mapped: dict[RecoveringCommunicator, Renewal] = {}
     try:
         mapped = map_offers(told, call, communicators, segments, own.rank, call.ranks)
     except SharedMemoryError as error:

@@ -28,8 +28,8 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError, quoted
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.collectives.healing import HealingCommunicator
 from ring_plugins.core.collectives.host import Member
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import NotAdmitted, begin_together
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -304,7 +304,7 @@ class _Agreement:
         processes: Sequence[_Process],
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[HealingCommunicator, Renewal],
+        mapped: Mapping[RecoveringCommunicator, Renewal],
     ) -> None:
         self._call, self._processes, self._told, self._peers, self._mapped = call, processes, told, peers, mapped
         self.take_over: Callable[[], None] = lambda: None
@@ -340,7 +340,7 @@ def _prepare(
     call = Call(0, owners, [joiner.rank])
     here = [one.rank for one in processes if one.node == own.node]
     is_here = joiner.rank in here
-    communicators = world.healing_communicators()
+    communicators = world.recovering_communicators()
     try:
         segments = {key: create_segment() for key in communicators} if is_here else {}
         near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]

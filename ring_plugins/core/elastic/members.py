@@ -6,7 +6,7 @@ that this process has of the job follows the view: communicators, topology, and 
 told where all ranks are at the same place. The changes differ in how they begin:
 
 - **A loss** is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the
-  others through `go_on_without`, and repeats the operation (collectives/healing.py).
+  others through `go_on_without`, and repeats the operation (collectives/recovery.py).
 - **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
   wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
   (`pending`).
@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.control import ControlClient
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
@@ -159,7 +159,7 @@ class Elastic:
 
     # Losses ---------------------------------------------------------------------------------------
 
-    def watch_over(self, communicator: HealingCommunicator) -> None:
+    def watch_over(self, communicator: RecoveringCommunicator) -> None:
         """Let a communicator go on after losses."""
         communicator.go_on_after(self.go_on_without, self._in_collective, self._policy.replaces, self.mesh)
 
@@ -207,7 +207,7 @@ class Elastic:
         membership, processes = self._membership, self._processes
         assert membership is not None
         for communicator in self._job.in_use():
-            if isinstance(communicator, HealingCommunicator):
+            if isinstance(communicator, RecoveringCommunicator):
                 communicator.keep(membership.ranks, membership.view)
         if not lost and not left and not joined:
             processes.ranks = membership.ranks

@@ -25,7 +25,7 @@ from typing import Any
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.elastic.joining import hear_of, untold_changes
 from ring_plugins.core.world import current
 

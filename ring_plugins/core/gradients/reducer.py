@@ -13,7 +13,7 @@ from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.collectives.api import Communicator, Work
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
 from ring_plugins.core.gradients.repetition import SavedInputs
@@ -34,7 +34,7 @@ class GradientReducer:
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
     which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
 
-    Where ranks may be lost (`HealingCommunicator`), passes are reduced synchronously, and repeated after a loss.
+    Where ranks may be lost (`RecoveringCommunicator`), passes are reduced synchronously, and repeated after a loss.
 
     Args:
         buffer: the buckets' memory.
@@ -79,7 +79,7 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        self.kept = SavedInputs() if isinstance(communicator, HealingCommunicator) else None
+        self.kept = SavedInputs() if isinstance(communicator, RecoveringCommunicator) else None
         self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
         self.overlaps = self._overlap.now
         self.holds = False

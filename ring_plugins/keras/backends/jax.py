@@ -235,7 +235,7 @@ def make_train_function(model: Any, averaging: Any) -> None:
     def step_with_original_errors(state: Any, iterator: Any) -> Any:
         with restore_exceptions():
             results = train_function(state, iterator)
-            if current().heals:
+            if current().recovers:
                 # JAX returns before the step is over. But after a loss all ranks must stand at the same collective, so
                 # those that the callbacks call come after the step's.
                 jax.block_until_ready(results)

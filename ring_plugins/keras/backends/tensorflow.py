@@ -71,7 +71,7 @@ class Exchange:
         refuse_inside_xla()
         sparse = [i for i, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)]
         if sparse:
-            connect().refuse_to_heal("Averaging sparse gradients")
+            connect().refuse_to_recover("Averaging sparse gradients")
         if self.buckets is None:
             self._sparse = sparse
             self.buckets = self._plan()

@@ -13,7 +13,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.healing import repeated
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings

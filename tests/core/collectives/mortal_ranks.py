@@ -7,7 +7,7 @@ the kernel's lock would.
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
@@ -93,12 +93,12 @@ class Rank:
     def communicator(self, name):
         """A new communicator of all ranks."""
         tag = 2 * len(self._communicators)
-        made = HealingCommunicator(name, self.rank, "host", tag, self._gather, self.detector, None)
-        made.go_on_after(self._heal, self._in_use)
+        made = RecoveringCommunicator(name, self.rank, "host", tag, self._gather, self.detector, None)
+        made.go_on_after(self._recover, self._in_use)
         self._communicators.append(made)
         return made
 
-    def _heal(self, wait):
+    def _recover(self, wait):
         self._membership.agree(wait)
         for communicator in self._communicators:
             communicator.keep(self.view)

@@ -17,7 +17,7 @@ from ring_plugins.launcher.coordinator_link import HostJob
 from tests.hosts.cluster import find_mpich
 from tests.launch import run_ranks, start_ranks
 from tests.launchers import find_mpirun, launcher_command
-from tests.torch.test_healing import check_survivors, train
+from tests.torch.test_recovery import check_survivors, train
 
 FAKE_SRUN = str(Path(__file__).with_name("fake_srun.py"))
 LAUNCHERS = ["srun", "mpirun", "MPICH", "torchrun"]

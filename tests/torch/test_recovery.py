@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.launch import run_ranks
-from tests.torch.checks_healing import STEPS, gradient
+from tests.torch.checks_recovery import STEPS, gradient
 
-CHECKS = Path(__file__).with_name("checks_healing.py")
+CHECKS = Path(__file__).with_name("checks_recovery.py")
 
 
 def train(deaths, ranks=4, min_ranks=1, env=None, **options):
@@ -70,7 +70,7 @@ def test_two_ranks_are_killed_first_rank_0_and_one_leaves_and_the_last_one_train
 BETWEEN_BROADCASTS = """
 import torch
 import ring_plugins as ring
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.torch import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.training_state import share_state
 from tests.mortal import die
@@ -78,7 +78,7 @@ from tests.worker import report
 
 ring.init(on_failure="continue")
 me = ring.rank()
-broadcast, calls = HealingCommunicator.broadcast, 0
+broadcast, calls = RecoveringCommunicator.broadcast, 0
 
 def counted(*args):
     global calls
@@ -87,7 +87,7 @@ def counted(*args):
         die()
     broadcast(*args)
 
-HealingCommunicator.broadcast = counted
+RecoveringCommunicator.broadcast = counted
 own = {name: torch.full((3,), me + 1.0) for name in "abcd"}
 received = share_state(lambda: own, [0, 4])  # rank 1 gives, and rank 0 dies behind the first tensor
 assert ring.size() == 4, ring.size()

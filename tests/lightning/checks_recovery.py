@@ -15,8 +15,8 @@ from torchmetrics import MeanMetric
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.lightning import RingStrategy
-from tests.keras.test_healing import gradient
-from tests.lightning.test_healing import EPOCHS, SAMPLES, STEPS
+from tests.keras.test_recovery import gradient
+from tests.lightning.test_recovery import EPOCHS, SAMPLES, STEPS
 from tests.mortal import die, end_at
 from tests.passes import members_of_passes
 from tests.worker import report

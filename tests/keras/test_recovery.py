@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch import run_ranks
 
-CHECKS = Path(__file__).with_name("checks_healing.py")
+CHECKS = Path(__file__).with_name("checks_recovery.py")
 BACKENDS = ("tensorflow", "torch", "jax")
 STEPS, EPOCHS = 4, 2
 

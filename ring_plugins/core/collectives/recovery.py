@@ -149,7 +149,7 @@ class _OneThreadExecutor(SerialExecutor):
             self.in_use.release()
 
     def renew(self, name: str, key: int, operations: int, failure_detector: FailureDetector | None) -> None:
-        """Count on as the members do that this process has joined; arguments as in `HealingCommunicator.renew`."""
+        """Count on as the members do that this process has joined; arguments as in `RecoveringCommunicator.renew`."""
         self._wait.renew(name, key, failure_detector)
         self.statistics.operations = operations
         self._wait.refused = 0
@@ -160,7 +160,7 @@ _CONFIRMATION = fingerprint("confirmation")
 _VIEW_SHIFT = 40
 
 
-class HealingCommunicator(HostCommunicator):
+class RecoveringCommunicator(HostCommunicator):
     """A `HostCommunicator` that drops members which are lost. Arguments as there."""
 
     _is_synchronous = False
@@ -346,7 +346,7 @@ class HealingCommunicator(HostCommunicator):
             return
         source = np.array(memory.array if memory.source is None else memory.source)
         given = memory._replace(source=source)
-        repeated(lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_reduce(given, op, codec)))
+        repeated(lambda: self._confirmed(lambda: super(RecoveringCommunicator, self).all_reduce(given, op, codec)))
 
     def all_reduce_coalesced(
         self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
@@ -358,33 +358,33 @@ class HealingCommunicator(HostCommunicator):
             self.all_reduce(memory, op, codec)
 
     def broadcast(self, memory: HostMemory, root: int) -> None:
-        self._repeat_with(root, lambda root: super(HealingCommunicator, self).broadcast(memory, root))
+        self._repeat_with(root, lambda root: super(RecoveringCommunicator, self).broadcast(memory, root))
 
     def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
         return self._repeat_with(
-            root, lambda root: super(HealingCommunicator, self).broadcast_object(item, root, operation)
+            root, lambda root: super(RecoveringCommunicator, self).broadcast_object(item, root, operation)
         )
 
     def barrier(self) -> None:
-        repeated(lambda: self._confirmed(super(HealingCommunicator, self).barrier))
+        repeated(lambda: self._confirmed(super(RecoveringCommunicator, self).barrier))
 
     def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
         return repeated(
-            lambda: self._confirmed(lambda: super(HealingCommunicator, self).all_gather_object(item, operation))
+            lambda: self._confirmed(lambda: super(RecoveringCommunicator, self).all_gather_object(item, operation))
         )
 
     # Repeated by callers, which know the new sizes ------------------------------------------------
 
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
-        self._confirmed(lambda: super(HealingCommunicator, self).all_gather(mine, out, counts))
+        self._confirmed(lambda: super(RecoveringCommunicator, self).all_gather(mine, out, counts))
 
     def reduce_scatter(self, full: HostMemory, out: HostMemory, counts: Sequence[int], op: Op) -> None:
-        self._confirmed(lambda: super(HealingCommunicator, self).reduce_scatter(full, out, counts, op))
+        self._confirmed(lambda: super(RecoveringCommunicator, self).reduce_scatter(full, out, counts, op))
 
     def all_to_all(
         self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
     ) -> None:
-        self._confirmed(lambda: super(HealingCommunicator, self).all_to_all(send, send_counts, out, out_counts))
+        self._confirmed(lambda: super(RecoveringCommunicator, self).all_to_all(send, send_counts, out, out_counts))
 
     def _repeat_with(self, root: int, function: Callable[[int], T]) -> T:
         """As `repeated`, for a function of the root's rank, as long as the root is not lost."""

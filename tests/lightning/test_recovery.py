@@ -11,11 +11,11 @@ from torchmetrics import MeanMetric
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning import RingStrategy
-from ring_plugins.lightning.healing import _Gathered
-from tests.keras.test_healing import gradient
+from ring_plugins.lightning.recovery import _Gathered
+from tests.keras.test_recovery import gradient
 from tests.launch import run_ranks
 
-CHECKS = Path(__file__).with_name("checks_healing.py")
+CHECKS = Path(__file__).with_name("checks_recovery.py")
 STEPS, EPOCHS, SAMPLES = 4, 3, 12
 
 

@@ -15,14 +15,14 @@ from ring_plugins.core.world import current
 from ring_plugins.observe.drift import Checksums, differing_weights, membership_changes
 
 
-def refuse_to_heal_overlapped(overlap: Wanted) -> None:
+def refuse_to_recover_overlapped(overlap: Wanted) -> None:
     """Refuse what cannot be repeated.
 
     Raises:
         ArgumentError: gradients are to be averaged while backward runs.
     """
     if chosen_overlap(overlap) is True:
-        current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
+        current().refuse_to_recover("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
 
 
 class LossWatch:

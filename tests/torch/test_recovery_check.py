@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from ring_plugins.core.base.errors import DriftError
-from ring_plugins.torch import healing
+from ring_plugins.torch import recovery
 
 
 def test_weights_are_compared_in_the_pass_after_a_change_and_behind_the_first_update(monkeypatch):
     elastic, compared, told = SimpleNamespace(view=0, tell_changes=lambda: told.append(1)), [], []
-    monkeypatch.setattr(healing, "current", lambda: SimpleNamespace(elastic=elastic))
-    monkeypatch.setattr(healing, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
-    check, outcome = healing.HealingCheck(None, "auto", None), ""
+    monkeypatch.setattr(recovery, "current", lambda: SimpleNamespace(elastic=elastic))
+    monkeypatch.setattr(recovery, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
+    check, outcome = recovery.RecoveryCheck(None, "auto", None), ""
     named = list(nn.Linear(1, 1).named_parameters())
 
     def passes(number):

@@ -14,7 +14,7 @@ import numpy as np
 import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, LearningRateWarmupCallback, MetricAverageCallback
-from tests.keras.test_healing import EPOCHS, STEPS, gradient
+from tests.keras.test_recovery import EPOCHS, STEPS, gradient
 from tests.mortal import die, end_at
 from tests.worker import report
 

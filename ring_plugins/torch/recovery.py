@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ring_plugins.core.base.errors import ArgumentError, DriftError
-from ring_plugins.core.collectives.healing import HealingCommunicator
+from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap, tuning_is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import differing_weights
@@ -26,7 +26,7 @@ from ring_plugins.torch.drift import parameter_checksums
 _COMPARED = 2
 
 
-class HealingCheck:
+class RecoveryCheck:
     """Compares all ranks after some were lost, for one averager.
 
     Args:
@@ -37,12 +37,12 @@ class HealingCheck:
         ArgumentError: averaging in this way cannot go on after a loss.
     """
 
-    def __init__(self, communicator: HealingCommunicator, overlap: Wanted, autotune: bool | None) -> None:
+    def __init__(self, communicator: RecoveringCommunicator, overlap: Wanted, autotune: bool | None) -> None:
         self._communicator = communicator
         if chosen_overlap(overlap) is True:
-            current().refuse_to_heal("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
+            current().refuse_to_recover("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
         if tuning_is_wanted(autotune):
-            current().refuse_to_heal("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
+            current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view, self._to_compare = current().elastic.view, 0
 
     def check_has_joined(self) -> None:

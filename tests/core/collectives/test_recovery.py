@@ -13,7 +13,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.healing import _OneThreadExecutor, repeated
+from ring_plugins.core.collectives.recovery import _OneThreadExecutor, repeated
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
