@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.elastic.join_offers import joiners_here
+from ring_plugins.core.elastic.join_descriptors import joiners_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment

@@ -529,21 +529,21 @@ class Admissions(JsonTarget):
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
         everyone = [slots.SlotOwner(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
-        self._call = joining.Call(16, everyone, [3])
+        self._call = joining.Invitation(16, everyone, [3])
         super().__init__()
 
     def valid(self) -> list[bytes]:
         pages, buffer = (segment.address for segment in self._segments)
         offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer],
                  "layout": ["same", "same"]}  # fmt: skip
-        entry = {"member": ["x", "host1", 1], "place": "here", "offers": {"0": offer}, "problem": ""}
+        entry = {"member": ["x", "host1", 1], "place": "here", "descriptors": {"0": offer}, "problem": ""}
         rounds = [{**self._call._asdict(), "problem": ""}, {**entry, "view": 1}, {"problem": ""}]
         return [json.dumps(one).encode() for one in [*rounds, entry, {"problem": "no memory"}]]
 
     def run(self, data: bytes, rng: random.Random) -> None:
         with contextlib.suppress(NotAdmitted):
             called: Any = _Told(0, [data])
-            found = joining.Call.of(joining.told_by(called, 17))
+            found = joining.Invitation.of(joining.told_by(called, 17))
             assert found is None or all(isinstance(rank, int) for rank in [found.start, *found.ranks])
         of_call, of_member, last, of_joiner, _ = self.seeds[:5]
         peers: Any = {1: _Told(1, [of_call, of_member, last]), 3: _Told(3, [of_call, of_joiner, last])}

@@ -3,8 +3,8 @@
 - `policy` is what the user chose, and whether that works where the job runs.
 - `members` drops ranks that are lost, or were told to end (`preemption_notice`). All that this process has of the job
   follows.
-- `joining` lets others join on one host, and `joining_between_hosts` on several. `join_offers` has what they exchange
-  with the members then, and `state_transfer` gives them the state of the training.
+- `joining` lets others join on one host, and `joining_between_hosts` on several. `join_descriptors` has what they
+  exchange with the members then, and `state_transfer` gives them the state of the training.
 - `changes` tells the script's functions, and `wording` has the line for the log.
 - `root` lets a loop of broadcasts keep to one process, whatever its rank becomes.
 

@@ -37,7 +37,13 @@ from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.elastic import joining_between_hosts
 from ring_plugins.core.elastic.changes import MembershipChange
-from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, map_offers, offer_of
+from ring_plugins.core.elastic.join_descriptors import (
+    DifferentScript,
+    Invitation,
+    Renewal,
+    descriptor_of,
+    map_descriptors,
+)
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
@@ -84,19 +90,19 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     world.elastic.pending -= {one.slot for one in waiting}
     if not waiting:
         return ()
-    call = Call(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
+    invitation = Invitation(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
     entry = {**world.introduction(), "place": place}
     try:
-        joined = take_part(call, peers.own, peers.others, world.recovering_communicators(), entry)
+        joined = take_part(invitation, peers.own, peers.others, world.recovering_communicators(), entry)
     except NotAdmitted:  # the joiner tells if it does not try again
         return ()
     joined.go_on(world)
-    new = [peers.others[rank] for rank in call.joiners]
+    new = [peers.others[rank] for rank in invitation.joiners]
     begin_together(new, lambda: [one.world_rank for one in places.members()])
-    if world.world_rank == next(rank for rank in world.world_ranks if rank not in call.joiners):
+    if world.world_rank == next(rank for rank in world.world_ranks if rank not in invitation.joiners):
         slot_of, pids = {one.world_rank: one.slot for one in waiting}, world.processes.pids
         logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards_before))
-    return tuple(call.joiners)
+    return tuple(invitation.joiners)
 
 
 def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
@@ -123,13 +129,13 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         places.take(own, as_member=False)
-        call = wait_for_call(own, peers.own.last_round, places, until)
-        if call is None:
+        invitation = wait_for_invitation(own, peers.own.last_round, places, until)
+        if invitation is None:
             logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
             world.exit_from_job(0)
         entry = {**world.introduction(), "place": place}
         try:
-            joined = take_part(call, peers.own, {}, world.recovering_communicators(), entry)
+            joined = take_part(invitation, peers.own, {}, world.recovering_communicators(), entry)
         except DifferentScript as reason:
             raise MismatchError(str(reason)) from None
         except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
@@ -137,7 +143,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
             continue
         joined.go_on(world)
         places.take(own, as_member=True)
-        return tuple(call.joiners)
+        return tuple(invitation.joiners)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
@@ -177,7 +183,7 @@ class Joined:
     """What all have agreed on.
 
     Args:
-        call: who takes part.
+        invitation: who takes part.
         told: what each told in the second round, by world rank.
         peers: liveness of all others.
         mapped: with what each communicator goes on.
@@ -185,23 +191,23 @@ class Joined:
 
     def __init__(
         self,
-        call: Call,
+        invitation: Invitation,
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
         mapped: Mapping[RecoveringCommunicator, Renewal],
     ) -> None:
-        self._call, self._told, self._peers, self._mapped = call, told, peers, mapped
+        self._invitation, self._told, self._peers, self._mapped = invitation, told, peers, mapped
 
     def go_on(self, world: World) -> None:
         """Go on with everyone."""
-        world.extend(self._call.everyone, self._told, self._peers, self._renew_communicators)
+        world.extend(self._invitation.everyone, self._told, self._peers, self._renew_communicators)
 
     def _renew_communicators(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
-            communicator.renew(self._call.ranks, segments, parts, key, operations, failure_detector)
+            communicator.renew(self._invitation.ranks, segments, parts, key, operations, failure_detector)
 
 
-def wait_for_call(own: SlotOwner, last_round: int, slots: Slots, until: str = "let it join") -> Call | None:
+def wait_for_invitation(own: SlotOwner, last_round: int, slots: Slots, until: str = "let it join") -> Invitation | None:
     """Wait until the members call this process; returns None if none of them is left.
 
     Args:
@@ -224,9 +230,9 @@ def wait_for_call(own: SlotOwner, last_round: int, slots: Slots, until: str = "l
                 if peer.state != RUNNING or peer.has_died():
                     continue
                 living.append(peer)
-                call = _call_of(peer) if peer.last_round > last_round else None
-                if call is not None and own.world_rank in call.joiners:
-                    return call
+                invitation = _invitation_of(peer) if peer.last_round > last_round else None
+                if invitation is not None and own.world_rank in invitation.joiners:
+                    return invitation
             if not living:
                 return None
             line.show(lambda found=living: what_is_pending(own, found, until))  # type: ignore[misc]
@@ -239,7 +245,7 @@ def what_is_pending(own: SlotOwner, members: Sequence[Liveness], until: str) -> 
     Args:
         own: that process.
         members: those that live.
-        until: see `wait_for_call`.
+        until: see `wait_for_invitation`.
     """
     ready = [member.rank for member in members if member.is_ready_to_admit]
     others = [member.rank for member in members if member.rank not in ready]
@@ -250,24 +256,24 @@ def what_is_pending(own: SlotOwner, members: Sequence[Liveness], until: str) -> 
     return f"{who} for {name_ranks(others)} to {until}{have}"
 
 
-def _call_of(member: Liveness) -> Call | None:
+def _invitation_of(member: Liveness) -> Invitation | None:
     try:
-        return Call.of(told_by(member, member.last_round))
+        return Invitation.of(told_by(member, member.last_round))
     except NotAdmitted:
         return None
 
 
 def take_part(
-    call: Call,
+    invitation: Invitation,
     own: Liveness,
     known: Mapping[int, Liveness],
     communicators: Mapping[int, RecoveringCommunicator],
     entry: Mapping[str, Any],
 ) -> Joined:
-    """Let joiners join: all that the call names call this at the same place.
+    """Let joiners join: all that the invitation names call this at the same place.
 
     Args:
-        call: who takes part.
+        invitation: who takes part.
         own: of this process.
         known: liveness of others that this process has mapped.
         communicators: that it has, by creation order.
@@ -277,28 +283,28 @@ def take_part(
         NotAdmitted: nobody joins, as all find. Nothing has changed then.
     """
     peers, problem = [], ""
-    for owner in call.everyone:
+    for owner in invitation.everyone:
         if owner.world_rank != own.rank:
             try:
                 peer = known.get(owner.world_rank) or Liveness.open(owner.address, owner.world_rank)
                 peers.append(peer)
             except SharedMemoryError as error:
                 problem = str(error)
-    admission = Admission(own, peers, call.start, call.joiners)
-    admission.gather({**call._asdict(), "problem": problem})
+    admission = Admission(own, peers, invitation.start, invitation.joiners)
+    admission.gather({**invitation._asdict(), "problem": problem})
     segments: dict[int, Segment] = {}
     try:
         segments = {key: create_segment() for key in communicators}
     except SharedMemoryError as error:
         problem = f"rank {own.rank} {error}"
-    offers = {key: offer_of(communicators[key], segment) for key, segment in segments.items()}
-    told = admission.gather({**entry, "offers": offers, "problem": problem})
+    descriptors = {key: descriptor_of(communicators[key], segment) for key, segment in segments.items()}
+    told = admission.gather({**entry, "descriptors": descriptors, "problem": problem})
     mapped: dict[RecoveringCommunicator, Renewal] = {}
     try:
-        mapped = map_offers(told, call, communicators, segments, own.rank, call.ranks)
+        mapped = map_descriptors(told, invitation, communicators, segments, own.rank, invitation.ranks)
     except SharedMemoryError as error:
         problem = f"rank {own.rank} {error}"
     admission.gather({"problem": problem})
     for segment in segments.values():
         segment.close_file()
-    return Joined(call, told, peers, mapped)
+    return Joined(invitation, told, peers, mapped)

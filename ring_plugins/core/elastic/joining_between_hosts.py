@@ -37,7 +37,14 @@ from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic.join_offers import Call, DifferentScript, Renewal, joiners_here, map_offers, offer_of
+from ring_plugins.core.elastic.join_descriptors import (
+    DifferentScript,
+    Invitation,
+    Renewal,
+    descriptor_of,
+    joiners_here,
+    map_descriptors,
+)
 from ring_plugins.core.elastic.wording import who_joined
 from ring_plugins.core.net.listener import Peer
 from ring_plugins.core.rendezvous.slots import SlotOwner
@@ -74,10 +81,10 @@ class _Process(NamedTuple):
 
 def admit(world: World, place: str, lost: bool, added: bool) -> tuple[int, ...]:
     """As `joining.admit`."""
-    return _admit_all(world, _JoinPoint(place, lost, added, []))
+    return _admit_all(world, _JoinBarrier(place, lost, added, []))
 
 
-class _JoinPoint(NamedTuple):
+class _JoinBarrier(NamedTuple):
     """Where in the script members let processes join, and who has joined there; may travel as JSON.
 
     Attributes:
@@ -91,21 +98,21 @@ class _JoinPoint(NamedTuple):
     joined: list[int]
 
 
-def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
+def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
     """Let one process after the other join.
 
     Args:
         world: of this process, which may have joined just before.
-        join_point: of all.
+        join_barrier: of all.
     """
-    mesh, joined, elastic = _mesh(world), join_point.joined, world.elastic
+    mesh, joined, elastic = _mesh(world), join_barrier.joined, world.elastic
     while True:
         began, shards = time.monotonic(), world.processes.shards
         by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
         taken = world.processes.taken_slots
         waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
         # Data has no shards that nobody ever had, so slots beyond those are taken in order.
-        lost, added = range(shards * join_point.lost), range(shards, shards + join_point.added)
+        lost, added = range(shards * join_barrier.lost), range(shards, shards + join_barrier.added)
         next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
         elastic.pending = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
@@ -113,7 +120,7 @@ def _admit_all(world: World, join_point: _JoinPoint) -> tuple[int, ...]:
         if mesh.pending is not None:  # they have found it here, since they have begun to let the process join
             elastic.agree_on_members()
             break
-        if not _admit_one(world, next_one, join_point):
+        if not _admit_one(world, next_one, join_barrier):
             break
         joined.append(next_one.rank)
         if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
@@ -143,7 +150,7 @@ def _waiting_here(world: World) -> list[_Process]:
     return here + [one for one in elsewhere if one.domain != mine.domain]
 
 
-def _admit_one(world: World, joiner: _Process, join_point: _JoinPoint) -> bool:
+def _admit_one(world: World, joiner: _Process, join_barrier: _JoinBarrier) -> bool:
     """Let a process join; returns whether it has."""
     mesh, transport, slot = _mesh(world), world.transport, world.own_slot
     assert slot is not None
@@ -154,12 +161,12 @@ def _admit_one(world: World, joiner: _Process, join_point: _JoinPoint) -> bool:
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, mesh.view + 1, wait)
     transport.add(joiner.rank, Peer(joiner.host, joiner.address, joiner.port))
-    told = {"everyone": everyone, "joiner": joiner, "join_point": join_point, "announced": mesh.announced}
+    told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier, "announced": mesh.announced}
     agreement: _Agreement | None = None
     try:
         with mesh.admitting(joiner.rank, joiner.mesh_peer):
             admission.call(transport.listener, told)
-            agreement = _prepare(world, everyone, joiner, join_point.place, admission.gather)
+            agreement = _prepare(world, everyone, joiner, join_barrier.place, admission.gather)
     except NotAdmitted:  # the joiner tells if it does not try again
         pass
     world.elastic.agree_on_members(joining=[joiner.rank] if agreement is not None else ())
@@ -197,16 +204,16 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
         slot.wait_to_join(world.world_rank, own.address)
-        found = _wait_for_call(world, candidate, until)
+        found = _wait_for_invitation(world, candidate, until)
         if found is None:
             logger.info(
                 f"process {os.getpid()} ends before it could join: all ranks of this host have ended, and only those "
                 "let it join."
             )
             world.exit_from_job(0)
-        view, call = found
+        view, invitation = found
         try:
-            agreement = _join_at(world, candidate, view, call, place)
+            agreement = _join_at(world, candidate, view, invitation, place)
         except DifferentScript as reason:
             candidate.withdraw(view)
             raise MismatchError(str(reason)) from None
@@ -223,13 +230,13 @@ def join(world: World, place: str, until: str) -> tuple[int, ...]:
             continue
         agreement.go_on(world)
         slot.take_part(world.world_rank, own.address)
-        join_point = _JoinPoint(*call["join_point"])
-        join_point.joined.append(world.world_rank)
-        return _admit_all(world, join_point)
+        join_barrier = _JoinBarrier(*invitation["join_barrier"])
+        join_barrier.joined.append(world.world_rank)
+        return _admit_all(world, join_barrier)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
-def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int, dict[str, Any]] | None:
+def _wait_for_invitation(world: World, candidate: Candidate, until: str) -> tuple[int, dict[str, Any]] | None:
     """Wait until members call this process; returns None if none is left on this host."""
     slot = world.own_slot
     assert slot is not None
@@ -245,7 +252,7 @@ def _wait_for_call(world: World, candidate: Candidate, until: str) -> tuple[int,
             time.sleep(_LOOK)
 
 
-def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, Any], place: str) -> _Agreement:
+def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[str, Any], place: str) -> _Agreement:
     """Join in the attempt that ends with this view.
 
     Raises:
@@ -254,11 +261,11 @@ def _join_at(world: World, candidate: Candidate, view: int, call: Mapping[str, A
     transport = world.transport
     assert transport is not None
     try:
-        everyone, joiner = [_Process(*one) for one in call["everyone"]], _Process(*call["joiner"])
-        announced = {int(rank): dict(address) for rank, address in call["announced"].items()}
-        _JoinPoint(*call["join_point"])
+        everyone, joiner = [_Process(*one) for one in invitation["everyone"]], _Process(*invitation["joiner"])
+        announced = {int(rank): dict(address) for rank, address in invitation["announced"].items()}
+        _JoinBarrier(*invitation["join_barrier"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise NotAdmitted(f"a rank sent an invalid call: {str(call)[:200]!r}.") from None
+        raise NotAdmitted(f"a rank sent an invalid invitation: {str(invitation)[:200]!r}.") from None
     members = [one.rank for one in everyone]
 
     def gather(number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
@@ -285,7 +292,7 @@ class _Agreement:
     """What all are ready to go on with.
 
     Args:
-        call: who takes part.
+        invitation: who takes part.
         processes: all of them.
         told: what each told, by world rank.
         peers: liveness of those others on this host that this process has mapped now.
@@ -300,19 +307,25 @@ class _Agreement:
 
     def __init__(
         self,
-        call: Call,
+        invitation: Invitation,
         processes: Sequence[_Process],
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
         mapped: Mapping[RecoveringCommunicator, Renewal],
     ) -> None:
-        self._call, self._processes, self._told, self._peers, self._mapped = call, processes, told, peers, mapped
+        self._invitation, self._processes, self._told, self._peers, self._mapped = (
+            invitation,
+            processes,
+            told,
+            peers,
+            mapped,
+        )
         self.take_over: Callable[[], None] = lambda: None
 
     def go_on(self, world: World) -> None:
         """Go on with everyone."""
         nodes = {one.rank: one.node for one in self._processes}
-        everyone = self._call.everyone
+        everyone = self._invitation.everyone
         world.extend(everyone, self._told, self._peers, self._renew, nodes, self.mesh)
 
     def _renew(self, failure_detector: FailureDetector) -> None:
@@ -337,7 +350,7 @@ def _prepare(
     processes = sorted([*members, joiner], key=lambda one: one.slot)
     own = next(one for one in processes if one.rank == world.world_rank)
     owners = [SlotOwner(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
-    call = Call(0, owners, [joiner.rank])
+    invitation = Invitation(0, owners, [joiner.rank])
     here = [one.rank for one in processes if one.node == own.node]
     is_here = joiner.rank in here
     communicators = world.recovering_communicators()
@@ -348,13 +361,13 @@ def _prepare(
         peers = [Liveness.open((one.liveness[0], one.liveness[1], one.liveness[2]), one.rank) for one in new]
     except SharedMemoryError as error:
         raise NotAdmitted(f"rank {own.rank} {error}") from None
-    offers = {key: offer_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
-    told = gather(OFFERS, {**world.introduction(), "place": place, "offers": offers})
+    descriptors = {key: descriptor_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
+    told = gather(OFFERS, {**world.introduction(), "place": place, "descriptors": descriptors})
     try:
-        mapped = map_offers(told, call, communicators, segments, own.rank, here if is_here else [])
+        mapped = map_descriptors(told, invitation, communicators, segments, own.rank, here if is_here else [])
     except SharedMemoryError as error:
         raise NotAdmitted(f"rank {own.rank} {error}") from None
     gather(READY, {})
     for segment in segments.values():
         segment.close_file()
-    return _Agreement(call, processes, told, peers, mapped)
+    return _Agreement(invitation, processes, told, peers, mapped)

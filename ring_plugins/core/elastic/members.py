@@ -34,7 +34,7 @@ from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
-from ring_plugins.core.elastic.join_offers import joiners_here
+from ring_plugins.core.elastic.join_descriptors import joiners_here
 from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.elastic.preemption_notice import TERMINATED, PreemptionNotice
 from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left

@@ -12,7 +12,7 @@ from ring_plugins.core.base import progress_line
 from ring_plugins.core.control import admission
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together
 from ring_plugins.core.control.liveness import Liveness
-from ring_plugins.core.elastic.joining import wait_for_call, what_is_pending
+from ring_plugins.core.elastic.joining import wait_for_invitation, what_is_pending
 from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
 
 
@@ -143,7 +143,7 @@ def test_it_waits_on_if_a_member_tells_what_is_no_call_and_until_no_member_is_le
     peers.own[0].tell(17, b'{"joiners": [3]}')
     found = []
     own = SlotOwner(1, 3, (4711, 5, 4096))
-    thread = threading.Thread(target=lambda: found.append(wait_for_call(own, 0, rows, "finish the epoch")))
+    thread = threading.Thread(target=lambda: found.append(wait_for_invitation(own, 0, rows, "finish the epoch")))
     thread.start()
     while not said:
         time.sleep(0.01)

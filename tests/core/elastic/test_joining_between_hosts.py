@@ -34,7 +34,7 @@ def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch
 
     candidate = SimpleNamespace(is_lost=True, withdraw=lambda view: None)
     monkeypatch.setattr(joining_between_hosts, "Candidate", lambda rank, listener: candidate)
-    monkeypatch.setattr(joining_between_hosts, "_wait_for_call", lambda *_: (1, {}))
+    monkeypatch.setattr(joining_between_hosts, "_wait_for_invitation", lambda *_: (1, {}))
     monkeypatch.setattr(joining_between_hosts, "_join_at", is_refused)
     world = SimpleNamespace(
         world_rank=9,

@@ -18,7 +18,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner, Slots
 
 
-class Call(NamedTuple):
+class Invitation(NamedTuple):
     """What members call out to those that wait.
 
     Attributes:
@@ -32,8 +32,8 @@ class Call(NamedTuple):
     joiners: list[int]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Call | None:
-        """The call in what a member told in the first round; None if there is none."""
+    def of(cls, found: Mapping[str, Any]) -> Invitation | None:
+        """The invitation in what a member told in the first round; None if there is none."""
         try:
             everyone = [
                 SlotOwner(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
@@ -85,7 +85,7 @@ class DifferentScript(NotAdmitted):
     """A joiner has come to another place in the script than the members; the text says how that shows."""
 
 
-def offer_of(communicator: RecoveringCommunicator, segment: Segment | None) -> dict[str, Any]:
+def descriptor_of(communicator: RecoveringCommunicator, segment: Segment | None) -> dict[str, Any]:
     """What others need to know of a communicator of this process, and of fresh memory for it, if they can map that."""
     return {
         "name": communicator.name,
@@ -116,14 +116,14 @@ def _address(found: Any) -> Address:
 
 def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
     """Check that what a process has told has the form of what a member has told, or the part that joiners have."""
-    for name in {"member", "place", "offers"}.intersection(member) if is_new else member:
+    for name in {"member", "place", "descriptors"}.intersection(member) if is_new else member:
         wanted, value = member[name], found[name]
         if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
             raise ValueError(name)
 
 
-def _checked_offer(found: Any) -> dict[str, Any]:
-    """What `offer_of` made, after its way through JSON."""
+def _checked_descriptor(found: Any) -> dict[str, Any]:
+    """What `descriptor_of` made, after its way through JSON."""
     first, second = found["layout"]
     return {
         "name": str(found["name"]),
@@ -135,14 +135,14 @@ def _checked_offer(found: Any) -> dict[str, Any]:
     }
 
 
-def _check_places(places: Mapping[int, str], call: Call) -> None:
+def _check_places(places: Mapping[int, str], invitation: Invitation) -> None:
     """Check that joiners have come to the place in the script at which the members are.
 
     Raises:
         DifferentScript: one has not, as all find alike.
     """
-    wanted = next(places[rank] for rank in call.ranks if rank not in call.joiners)
-    for rank in call.joiners:
+    wanted = next(places[rank] for rank in invitation.ranks if rank not in invitation.joiners)
+    for rank in invitation.joiners:
         if places[rank] != wanted:
             raise DifferentScript(
                 f"rank {rank} cannot join: its script has come to another place ({places[rank]}) than the others "
@@ -151,7 +151,7 @@ def _check_places(places: Mapping[int, str], call: Call) -> None:
 
 
 def _agreed(
-    offers: Mapping[int, Mapping[int, dict[str, Any]]], call: Call
+    descriptors: Mapping[int, Mapping[int, dict[str, Any]]], invitation: Invitation
 ) -> tuple[dict[int, dict[str, Any]], set[int]]:
     """The communicators that all have, by creation order, as a member tells of them, and those whose buffers all drop.
 
@@ -159,17 +159,17 @@ def _agreed(
         DifferentScript: a joiner has others than the members, as all find alike.
         NotAdmitted: the members' differ, as all find alike.
     """
-    members = [rank for rank in call.ranks if rank not in call.joiners]
+    members = [rank for rank in invitation.ranks if rank not in invitation.joiners]
     # One that a member has dropped is of no use to the others, which have not collected it yet.
-    common = [key for key in sorted(offers[members[0]]) if all(key in offers[rank] for rank in members)]
-    first = {key: offers[members[0]][key] for key in common}
-    wanted = {key: _shape(offer) for key, offer in first.items()}
+    common = [key for key in sorted(descriptors[members[0]]) if all(key in descriptors[rank] for rank in members)]
+    first = {key: descriptors[members[0]][key] for key in common}
+    wanted = {key: _shape(descriptor) for key, descriptor in first.items()}
     for rank in members[1:]:
-        if any(_shape(offers[rank][key]) != shape for key, shape in wanted.items()):
+        if any(_shape(descriptors[rank][key]) != shape for key, shape in wanted.items()):
             raise NotAdmitted(f"ranks {members[0]} and {rank} do not have the same buffers now.")
     dropped = set[int]()
-    for rank in call.joiners:
-        found = {key: _shape(offer) for key, offer in offers[rank].items()}
+    for rank in invitation.joiners:
+        found = {key: _shape(descriptor) for key, descriptor in descriptors[rank].items()}
         differ = {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
         if not all(_can_be_made_alike(found.get(key), wanted.get(key)) for key in differ):
             raise DifferentScript(
@@ -182,9 +182,9 @@ def _agreed(
     return first, dropped
 
 
-def _shape(offer: Mapping[str, Any]) -> tuple[Any, ...]:
+def _shape(descriptor: Mapping[str, Any]) -> tuple[Any, ...]:
     """What must be equal, or can be made so: the name, and the layout and the bytes of each shared buffer."""
-    return (offer["name"], *offer["layout"], *(nbytes for _, _, nbytes in offer["buffers"]))
+    return (descriptor["name"], *descriptor["layout"], *(nbytes for _, _, nbytes in descriptor["buffers"]))
 
 
 def _can_be_made_alike(found: tuple[Any, ...] | None, wanted: tuple[Any, ...] | None) -> bool:
@@ -199,9 +199,9 @@ def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
 # What all do with it ------------------------------------------------------------------------------
 
 
-def map_offers(
+def map_descriptors(
     told: Mapping[int, Mapping[str, Any]],
-    call: Call,
+    invitation: Invitation,
     communicators: Mapping[int, RecoveringCommunicator],
     own: Mapping[int, Segment],
     rank: int,
@@ -210,8 +210,8 @@ def map_offers(
     """Compare what all have told, and map the memory that they offer.
 
     Args:
-        told: in the round of offers, by world rank.
-        call: who takes part.
+        told: in the round of descriptors, by world rank.
+        invitation: who takes part.
         communicators: of this process, by creation order.
         own: segments that this process offers, likewise.
         rank: its world rank.
@@ -221,24 +221,26 @@ def map_offers(
         NotAdmitted: nobody joins, as all find alike.
         SharedMemoryError: memory could not be mapped, which the others do not find.
     """
-    first_member = next(one for one in call.ranks if one not in call.joiners)
-    offers: dict[int, dict[int, dict[str, Any]]] = {}
+    first_member = next(one for one in invitation.ranks if one not in invitation.joiners)
+    descriptors: dict[int, dict[int, dict[str, Any]]] = {}
     for one, of_rank in told.items():
         try:
-            _check_like(told[first_member], of_rank, one in call.joiners)
-            offers[one] = {int(key): _checked_offer(offer) for key, offer in of_rank["offers"].items()}
+            _check_like(told[first_member], of_rank, one in invitation.joiners)
+            descriptors[one] = {
+                int(key): _checked_descriptor(descriptor) for key, descriptor in of_rank["descriptors"].items()
+            }
         except _UNREADABLE:
             raise NotAdmitted(f"rank {one} has told what nobody understands.") from None
-    _check_places({one: of_rank["place"] for one, of_rank in told.items()}, call)
+    _check_places({one: of_rank["place"] for one, of_rank in told.items()}, invitation)
     mapped = {}
-    agreed, dropped = _agreed(offers, call)
+    agreed, dropped = _agreed(descriptors, invitation)
     for key, first in agreed.items():
         if (communicator := communicators.get(key)) is None:
             continue
-        segments = [own[key] if one == rank else Segment.open(offers[one][key]["pages"], one) for one in here]
+        segments = [own[key] if one == rank else Segment.open(descriptors[one][key]["pages"], one) for one in here]
         parts = None
         if key not in dropped:
             count = len(first["buffers"])
-            parts = [[Segment.open(offers[one][key]["buffers"][i], one) for one in here] for i in range(count)]
+            parts = [[Segment.open(descriptors[one][key]["buffers"][i], one) for one in here] for i in range(count)]
         mapped[communicator] = Renewal(segments, parts, first["key"], first["operations"])
     return mapped
