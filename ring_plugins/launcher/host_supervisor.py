@@ -312,7 +312,7 @@ class HostRanks:
     def _is_out(self, local: int) -> bool:
         """Whether the job goes on whatever a rank's exit status is: it is no member, or the others do without it."""
         has_not_joined = self._replacements is not None and self._replacements.is_out(local)
-        return self._slots.is_cut_off(local) or self._is_gone(local) or has_not_joined
+        return self._slots.is_excluded(local) or self._is_gone(local) or has_not_joined
 
     def _is_gone(self, local: int) -> bool:
         """Whether a rank has left, or was lost although it ended with status 0."""
@@ -321,7 +321,7 @@ class HostRanks:
     def _ends(self) -> list[list[Any]]:
         """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
 
-        It has "left", was "cut off" since others go on without it, was "lost" although its `returncode` is an exit
+        It has "left", was "excluded" since others go on without it, was "lost" although its `returncode` is an exit
         status, has "followed" another that failed, or was too "late" to take the place of another.
         """
         ends: list[list[Any]] = []
@@ -329,7 +329,7 @@ class HostRanks:
         for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
             if code is not None:
                 how = "followed" if is_failure(code) and self._slots.has_followed(local) else ""
-                how = "left" if self._slots.has_left(local) else "cut off" if self._slots.is_cut_off(local) else how
+                how = "left" if self._slots.has_left(local) else "excluded" if self._slots.is_excluded(local) else how
                 is_silent = is_failure(code) and self._slots.died_silently(local)
                 how = "lost" if is_silent or has_vanished(self._supervisor, self._slots, local) else how
                 ends.append([rank, code, "late" if local in late else how])

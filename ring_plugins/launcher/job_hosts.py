@@ -16,7 +16,7 @@ from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
 from ring_plugins.launcher.replacements import how_often
 
-_HOWS = ("", "left", "cut off", "lost", "followed", "late")
+_HOWS = ("", "left", "excluded", "lost", "followed", "late")
 
 
 class End(NamedTuple):
@@ -110,9 +110,9 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
         first = min(failed, key=lambda end: (end.how == "followed", end.code == 1))
         return first.code, f"rank {first.rank} ended with {ending(first.code)}."
     died = [end for end in ends if (end.code and not end.how) or end.how == "lost"]
-    cut = [end.rank for end in ends if end.how == "cut off"]
+    cut = [end.rank for end in ends if end.how == "excluded"]
     left = [end.rank for end in ends if end.how == "left"]
-    well = [end for end in ends if not end.code and end.how not in ("cut off", "late", "lost")]
+    well = [end for end in ends if not end.code and end.how not in ("excluded", "late", "lost")]
     had_not_joined = [end.rank for end in ends if end.how == "late"]
     late, added_late = (
         [rank for rank in had_not_joined if rank < size],

@@ -27,7 +27,7 @@ proposes the value of the highest ballot that a promise reports, or else one of 
 - A leader waits for all that are reachable. If nobody is silent, these are all that live, and they suffice, however few
   they are: whoever might know of another decision is either asked or dead.
 - If somebody is silent, the ranks that answer must be more than half of the view, or half of it with its lowest rank.
-  Any two such sets have a rank in common. The others are *stranded*: they end, and save nothing.
+  Any two such sets have a rank in common. The others are *without a quorum*: they end, and save nothing.
 - What the dead have sent may still be under way, such as a decision that only they had accepted. So a leader says whom
   it takes for dead, and a rank closes its connections to those before it promises: whatever arrives later counts for
   nobody, and what arrived before is in the promise.
@@ -115,7 +115,7 @@ class Consensus:
         decisions: by view.
         dead, silent: ranks, of any view.
         left: ranks that left normally, with the number of operations that each had confirmed.
-        is_stranded: whether this rank, as the leader, does not reach enough others.
+        has_no_quorum: whether this rank, as the leader, does not reach enough others.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Consensus:
         self.dead: set[int] = set()
         self.silent: set[int] = set()
         self.left: dict[int, int] = {}
-        self.is_stranded = False
+        self.has_no_quorum = False
         self._send, self._hang_up = send, hang_up
         self._begin_view()
 
@@ -377,7 +377,7 @@ class Consensus:
         if any(rank not in answers for rank in self._reachable()):
             return False
         if any(rank in self.silent and rank not in self.dead for rank in self.members) and not self._is_quorum(answers):
-            self.is_stranded = True
+            self.has_no_quorum = True
             return False
         return True
 
@@ -388,7 +388,7 @@ class Consensus:
             if not any(other in silent or rank in self._promises[other].silent for other in kept):
                 kept.append(rank)
         if len(kept) < len(self._promises) and not self._is_quorum(kept):
-            self.is_stranded = True
+            self.has_no_quorum = True
             return None
         left = {rank: committed for rank, committed in self.left.items() if rank in self.members}
         promises = self._promises.values()

@@ -250,7 +250,7 @@ class FailureDetector:
         if os.getpid() != self._pid or self.failed:
             return
         self.failed = True
-        if self.mesh is not None and self.mesh.is_cut_off:
+        if self.mesh is not None and self.mesh.is_excluded:
             return  # the others go on without this rank
         if isinstance(error, PeerFailed):
             root, text = error.rank, str(error)

@@ -94,9 +94,9 @@ class Mesh:
         view: number of the last view that this rank's script has taken over.
         ranks: members of the last view that is agreed on, in the order of their slots.
         joined: those of them that were none in the view before.
-        is_cut_off: whether the others go on without this rank, if they go on at all.
+        is_excluded: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
-        on_cut_off: called when this rank finds that.
+        on_excluded: called when this rank finds that.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Mesh:
         self.pending: list[int] | None = None
         self.ranks = self._in_order(peers)
         self.joined: tuple[int, ...] = ()
-        self.is_cut_off = False
+        self.is_excluded = False
         self.announced: dict[int, dict[str, Any]] = {}
-        self.on_cut_off: Callable[[], object] = lambda: None
+        self.on_excluded: Callable[[], object] = lambda: None
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
         self._consensus = Consensus(rank, sorted(peers), self._send_message, self._hang_up, view)
@@ -271,7 +271,7 @@ class Mesh:
                 consensus.arrive(view, self.committed, leaving, joining)
             self._wake()
             wait.until(
-                lambda: view in consensus.decisions or consensus.is_stranded,
+                lambda: view in consensus.decisions or consensus.has_no_quorum,
                 self._awaited,
                 lambda: "the agreement on the ranks that are left",
             )
@@ -279,9 +279,9 @@ class Mesh:
             self._is_agreeing = False
         decision = consensus.decisions.get(view)
         if decision is None or self.rank not in (*decision.members, *decision.leaving):
-            self.is_cut_off = True
-            self.on_cut_off()
-            raise self._cut_off(decision)
+            self.is_excluded = True
+            self.on_excluded()
+            raise self._exclusion(decision)
         lost = [rank for rank in self.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]
         if lost and len(left) < self._min_ranks and self.rank not in decision.leaving:
@@ -385,7 +385,7 @@ class Mesh:
 
     def close(self) -> None:
         """Tell all that this rank leaves, and close. One that is cut off says nothing, and its end will be seen."""
-        if self._closed or self.is_cut_off or not self._thread.is_alive():
+        if self._closed or self.is_excluded or not self._thread.is_alive():
             return
         self.tell_all("left", {"committed": self.committed})
         self._closed = True
@@ -417,7 +417,7 @@ class Mesh:
             )
         return f"rank {rank} (process {pid} on {host}) died without reporting an error; {SILENT_ENDS}."
 
-    def _cut_off(self, decision: Decision | None) -> PeerFailed:
+    def _exclusion(self, decision: Decision | None) -> PeerFailed:
         with self._lock:
             silent = [rank for rank in self.ranks if self.was_silent(rank)]
         hosts = " and ".join(dict.fromkeys(self.peers[rank].host for rank in silent))

@@ -121,7 +121,7 @@ class Elastic:
         else:
             mesh = self._membership = membership = joined or self._new_mesh(transport)
             if self.slot is not None:
-                mesh.on_cut_off = self.slot.note_cut_off
+                mesh.on_excluded = self.slot.note_excluded
             if joined is None:
                 mesh.connect(Wait("ring", detector))
             detector.go_on_over(mesh)

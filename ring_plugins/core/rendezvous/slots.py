@@ -42,7 +42,7 @@ _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
 #: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
 #: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
 #: whose process has ended before the job has, as the others found.
-_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _CUT_OFF, _LOST = range(7)
+_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _EXCLUDED, _LOST = range(7)
 #: How the process of a slot said that it ends: it has told the others, or is ended by the failure of one of them; or
 #: another in its place would end in the same way, instead of joining.
 TOLD, FOLLOWED, HOPELESS = 1, 2, 3
@@ -202,11 +202,11 @@ class Slots:
 
     def has_started(self, slot: int) -> bool:
         """Whether it takes part, or did."""
-        return bool(self._rows[slot, _STATE] in (_MEMBER, _LEFT, _CUT_OFF, _LOST))
+        return bool(self._rows[slot, _STATE] in (_MEMBER, _LEFT, _EXCLUDED, _LOST))
 
-    def is_cut_off(self, slot: int) -> bool:
+    def is_excluded(self, slot: int) -> bool:
         """Whether it ends because others go on without it."""
-        return bool(self._rows[slot, _STATE] == _CUT_OFF)
+        return bool(self._rows[slot, _STATE] == _EXCLUDED)
 
     def is_waiting(self, slot: int) -> bool:
         """Whether the process of a slot waits to join, or waited when it ended."""
@@ -394,9 +394,9 @@ class OwnSlot:
         """As `Slots.is_ending`."""
         return self._slots.is_ending
 
-    def note_cut_off(self) -> None:
+    def note_excluded(self) -> None:
         """Say that it ends because others go on without it."""
-        self._slots.note(self._slot, _CUT_OFF)
+        self._slots.note(self._slot, _EXCLUDED)
 
 
 @functools.cache

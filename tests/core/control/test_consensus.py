@@ -154,10 +154,10 @@ class Job:
         self.say_goodbye(self.gone - before)
 
     def is_going_on(self, rank):
-        return not self.ranks[rank].is_excluded() and not self.ranks[rank].is_stranded
+        return not self.ranks[rank].is_excluded() and not self.ranks[rank].has_no_quorum
 
     def end(self, rank):
-        """What a rank does, sooner or later, once it is stranded or left out."""
+        """What a rank does, sooner or later, once it is without a quorum or left out."""
         self.kill(rank)
 
     def moves(self):
@@ -400,4 +400,4 @@ def test_the_dead_count_where_somebody_is_silent_since_they_may_have_helped_the_
         job.ranks[near].note_dead(4)
         job.arrive(near)
     deliver_all(job)
-    assert job.ranks[0].is_stranded and not job.ranks[1].view
+    assert job.ranks[0].has_no_quorum and not job.ranks[1].view

@@ -56,7 +56,7 @@ def at_once(functions):
 
 def kill(mesh, listener):
     """As the kernel does: it closes all that the process had."""
-    mesh._closed = mesh.is_cut_off = True
+    mesh._closed = mesh.is_excluded = True
     listener.close()
     with mesh._lock:
         for frames in mesh._connections.values():
@@ -100,9 +100,9 @@ def test_a_rank_without_which_the_others_go_on_names_whom_it_could_not_reach(mes
         (None, "rank 0 on host0 has heard nothing from the other ranks for 6 s: "),
         (object(), "the job goes on without rank 0 on host0, which could not reach the other ranks for 6 s."),
     ):
-        assert str(mesh._cut_off(decision)).startswith(text)
+        assert str(mesh._exclusion(decision)).startswith(text)
     mesh.was_silent = lambda rank: rank in (1, 2)
-    assert "could not reach ranks 1, 2 on host1 and host2 for 6 s" in str(mesh._cut_off(object()))
+    assert "could not reach ranks 1, 2 on host1 and host2 for 6 s" in str(mesh._exclusion(object()))
 
 
 def test_a_rank_that_leaves_is_not_lost(meshes):
@@ -142,7 +142,7 @@ def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
     assert until(meshes[3][0].interrupts)  # the others have hung up, and live
     results = agreed(meshes)
     assert results[:3] == [[3]] * 3
-    assert "this side ends" in str(results[3]) and meshes[3][0].is_cut_off
+    assert "this side ends" in str(results[3]) and meshes[3][0].is_excluded
     assert meshes[0][0].was_silent(3)
 
 
@@ -159,7 +159,7 @@ def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_conne
     assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
     results = agreed(meshes)
     assert results[:2] == [[2, 3]] * 2
-    assert all(isinstance(result, PeerFailed) for result in results[2:]) and meshes[2][0].is_cut_off
+    assert all(isinstance(result, PeerFailed) for result in results[2:]) and meshes[2][0].is_excluded
 
 
 def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
@@ -172,7 +172,7 @@ def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
     assert "another rank has lost a rank" in str(left_out.members_lost())
     for _ in range(2):  # whatever its script does then
         assert "the job goes on without rank 3 on host3" in str(agreed(meshes[3:])[0])
-        assert left_out.interrupts() and left_out.is_cut_off
+        assert left_out.interrupts() and left_out.is_excluded
     assert not any(mesh.interrupts() for mesh, _ in meshes[:3])
 
 

@@ -109,9 +109,9 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     assert own.read_join_info() == {"address": "10.1.0.2"}
     own.take_part(5, segment.address)
     assert own.members() == [SlotOwner(1, 5, segment.address)] and not own.has_waiting()
-    assert slots.has_started(1) and not slots.is_starting(1) and not slots.is_cut_off(1)
-    own.note_cut_off()
-    assert slots.has_started(1) and slots.is_cut_off(1) and not slots.has_started(0)
+    assert slots.has_started(1) and not slots.is_starting(1) and not slots.is_excluded(1)
+    own.note_excluded()
+    assert slots.has_started(1) and slots.is_excluded(1) and not slots.has_started(0)
     assert own.remote_joiners() == [] and not own.has_waiting() and not own.others_let_join
     remote_joiners.write([{"slot": 4}])
     slots.num_remote_joiners, slots.others_let_join = 1, True
