@@ -396,7 +396,7 @@ def test_a_wrong_number_of_ranks_is_named(start, number):
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not"),
     ],
 )
-def test_a_half_set_rendezvous_is_refused(start, variables, missing):
+def test_a_half_set_rendezvous_is_rejected(start, variables, missing):
     line = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "train.py"]
     status, _, err = finish(start("import ring_plugins as ring; ring.init(ranks=2)", command=line))
     assert status == 1

@@ -36,7 +36,7 @@ from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFail
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.threads import HelperThread, set_on_death
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
-from ring_plugins.core.control.wait import PeerRefused
+from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.topology import Topology
 
@@ -314,8 +314,8 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     """
     if isinstance(error, PeerFailed):
         return error
-    if isinstance(error, PeerRefused) and job.failure_detector is not None:
-        end = time.monotonic() + _SAME_ERROR  # the rank that refused probably ends by that
+    if isinstance(error, PeerRejected) and job.failure_detector is not None:
+        end = time.monotonic() + _SAME_ERROR  # the rank that rejected probably ends by that
         while (failure := job.failure_detector.failure()) is None and time.monotonic() < end:
             time.sleep(0.005)
         return failure

@@ -107,7 +107,7 @@ _BEFORE_JOINING = ("barrier", "broadcast_parameters", "broadcast_optimizer_state
 
 
 def all_or_none(collective: F) -> F:
-    """Let `collective` tell the other ranks if this one refuses it or is interrupted in it."""
+    """Let `collective` tell the other ranks if this one rejects it or is interrupted in it."""
 
     @wraps(collective)
     def telling(*args: Any, **options: Any) -> Any:
@@ -128,7 +128,7 @@ def all_or_none(collective: F) -> F:
         except Exception as error:
             world.elastic.end_if_all_are_told()  # another rank has done so already
             wrong = wrong_call(collective, args, options, error)
-            communicator.refuse(collective.__name__, wrong or error)
+            communicator.reject(collective.__name__, wrong or error)
             if wrong is not None:
                 raise wrong  # noqa: B904 - it says what it comes from
             raise
@@ -151,7 +151,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
     Args:
         x: numpy array, torch tensor on CPU or GPU, or number, of equal shape and dtype on all ranks. AVERAGE takes
             floats and complex numbers, MIN and MAX no complex numbers; 16-bit floats are summed in float32. All
-            collectives refuse a tensor that requires a gradient, unless gradients are disabled.
+            collectives reject a tensor that requires a gradient, unless gradients are disabled.
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
         wait: False returns a `Work` at once; its `wait()` returns the result. Do not touch `x` and `out` before that.
@@ -165,7 +165,7 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         PeerFailed: another rank is gone.
     """
     if getattr(x, "requires_grad", False):
-        _refuse_gradient(x, "all_reduce")
+        _reject_gradient(x, "all_reduce")
     if wait is not True:
         _check_wait(wait)
     communicator = current().communicator
@@ -189,7 +189,7 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
         ArgumentError: `root` is not a rank; memory as in `all_reduce`.
         MismatchError: ranks gave different shapes, dtypes or roots.
     """
-    _refuse_gradient(x, "broadcast")
+    _reject_gradient(x, "broadcast")
     if wait is not True:
         _check_wait(wait)
     communicator = current().communicator
@@ -215,7 +215,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     Raises:
         MismatchError: dtypes or trailing dimensions differ.
     """
-    _refuse_gradient(x, "all_gather")
+    _reject_gradient(x, "all_gather")
     if wait is not True:
         _check_wait(wait)
     communicator = current().communicator
@@ -255,7 +255,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
         ArgumentError: `x` is 0-d; dtype, op and memory as in `all_reduce`.
         MismatchError: ranks gave different shapes, dtypes or ops.
     """
-    _refuse_gradient(x, "reduce_scatter")
+    _reject_gradient(x, "reduce_scatter")
     if wait is not True:
         _check_wait(wait)
     communicator = current().communicator
@@ -297,7 +297,7 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         ArgumentError: `x` is 0-d, `splits` do not add up, or `x` cannot be cut equally.
         MismatchError: dtypes or trailing dimensions differ.
     """
-    _refuse_gradient(x, "all_to_all")
+    _reject_gradient(x, "all_to_all")
     if wait is not True:
         _check_wait(wait)
     communicator = current().communicator
@@ -357,7 +357,7 @@ def all_gather_object(item: Any) -> list[Any]:
 
 
 def _check_wait(wait: Any) -> None:
-    """Refuse a text such as "no", which counts as true, and other objects.
+    """Reject a text such as "no", which counts as true, and other objects.
 
     Raises:
         ArgumentError: it is neither True nor False.
@@ -366,8 +366,8 @@ def _check_wait(wait: Any) -> None:
         raise ArgumentError(f"wait={wait!r:.60} must be True or False.")
 
 
-def _refuse_gradient(x: Any, function: str) -> None:
-    """Refuse a tensor that needs a gradient: the result would have none, and the loss would lack a term.
+def _reject_gradient(x: Any, function: str) -> None:
+    """Reject a tensor that needs a gradient: the result would have none, and the loss would lack a term.
 
     Raises:
         ArgumentError: `x` requires a gradient, and its framework records gradients now.

@@ -344,7 +344,7 @@ class World:
         self._made += 1
 
     def refuse_to_recover(self, what: str) -> None:
-        """Refuse what would not survive the loss of a rank, in a job that is to go on after one.
+        """Reject what would not survive the loss of a rank, in a job that is to go on after one.
 
         Args:
             what: begins the error's text, "Keras" for example.

@@ -123,7 +123,7 @@ global_process_set = ProcessSet.__new__(ProcessSet)  # scripts cannot make any
 
 
 def check_process_set(process_set: Any) -> None:
-    """Refuse a set of some processes."""
+    """Reject a set of some processes."""
     if process_set is not None and process_set is not global_process_set:
         raise _no_process_sets("process_set", process_set)
 
@@ -143,7 +143,7 @@ class Compression:
 
 
 def check_compression(compression: Any) -> Literal["fp16"] | None:
-    """Return it if it is one of `Compression`'s, else refuse it."""
+    """Return it if it is one of `Compression`'s, else reject it."""
     if compression not in (None, "fp16"):
         raise ArgumentError(f"compression={compression!r} must be hvd.Compression.none or hvd.Compression.fp16.")
     return "fp16" if compression == "fp16" else None
@@ -154,7 +154,7 @@ def op_of(average: bool | None, op: Op | None) -> Op:
 
     Args:
         average: its older argument.
-        op: its newer argument, which wins in no case: Horovod refuses both together.
+        op: its newer argument, which wins in no case: Horovod rejects both together.
     """
     if average is not None and op is not None:
         raise ArgumentError(f"average={average!r} and op={op!r} say the same thing; pass only op.")
@@ -170,7 +170,7 @@ def op_of(average: bool | None, op: Op | None) -> Op:
 
 
 def check_averages(op: Op, gradient_predivide_factor: float) -> None:
-    """Refuse other reductions of gradients than their average.
+    """Reject other reductions of gradients than their average.
 
     Args:
         op: of the optimizer.

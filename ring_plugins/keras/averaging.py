@@ -34,7 +34,7 @@ import keras
 
 from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.trials import chosen_overlap
 from ring_plugins.core.world import constructed_by_all, current
@@ -43,7 +43,7 @@ from ring_plugins.keras.buckets import describe_gradient
 from ring_plugins.keras.drift import check_drift
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.joining import refuse_before_joining
+from ring_plugins.keras.joining import reject_before_joining
 from ring_plugins.keras.recovery import refuse_to_recover_overlapped
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
@@ -329,13 +329,13 @@ class GradientAveraging:
 
     def average(self, gradients: list[Any], variables: list[Any], rate: Any = None) -> list[Any]:
         """Average the gradients of these variables; None stays None. `rate` is compared among the ranks."""
-        refuse_before_joining()
+        reject_before_joining()
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
         if self.sharded is not None and not self.is_equal:
             self._compare_weights()
-        with refusals_told(self.exchange.communicator, "averaging gradients"):
+        with rejections_told(self.exchange.communicator, "averaging gradients"):
             try:
                 indices = [self._indices[id(variable)] for variable in variables]
             except KeyError:
@@ -405,7 +405,7 @@ class GradientAveraging:
                 ) from None
 
     def _check_dtypes(self, gradients: dict[int, Any]) -> None:
-        """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""
+        """Reject gradients of another dtype than their variable's, whose bytes the buckets would misread."""
         for i, gradient in gradients.items():
             if gradient.dtype == self._dtypes.get(i):  # of the framework; its name in Keras takes longer to find
                 continue

@@ -19,7 +19,7 @@ from ring_plugins.core.arrays.result_memory import LentMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap
@@ -132,7 +132,7 @@ class HostBuckets:
             )
             self._communicator.interrupt("a step", error)
             raise error
-        with refusals_told(self._communicator, "filling buckets"):
+        with rejections_told(self._communicator, "filling buckets"):
             for i, gradient in zip(indices, gradients, strict=True):
                 self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
             for i in indices:
@@ -151,7 +151,7 @@ class HostBuckets:
         """
         forms, rate = self._forms, self._rate
         try:
-            with refusals_told(self._communicator, "filling buckets"):
+            with rejections_told(self._communicator, "filling buckets"):
                 self.reducer.finish()
         finally:
             self._given, self._forms, self._rate = {}, {}, None

@@ -59,7 +59,7 @@ def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exceptio
     if cause is None:
         cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
     for communicator in communicators:
-        communicator.refuse("the next step", cause)
+        communicator.reject("the next step", cause)
 
 
 def _is_process_ending() -> bool:

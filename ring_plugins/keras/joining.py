@@ -36,7 +36,7 @@ from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_see
 from ring_plugins.keras.writers import HeldWriter
 
 
-def refuse_before_joining() -> None:
+def reject_before_joining() -> None:
     """Refuse to average gradients in a process that has yet to join the others, and would train alone.
 
     Raises:

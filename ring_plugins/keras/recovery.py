@@ -1,4 +1,4 @@
-"""Training with Keras where ranks may be lost: what is refused, and the proof that the others are equal.
+"""Training with Keras where ranks may be lost: what is rejected, and the proof that the others are equal.
 
 The survivors average the step's gradients once more, from the memory in which the framework or `SavedInputs` still has
 them (core/gradients/repetition.py), so a compiled step notices nothing.
@@ -16,7 +16,7 @@ from ring_plugins.observe.drift import Checksums, differing_weights, membership_
 
 
 def refuse_to_recover_overlapped(overlap: Wanted) -> None:
-    """Refuse what cannot be repeated.
+    """Reject what cannot be repeated.
 
     Raises:
         ArgumentError: gradients are to be averaged while backward runs.

@@ -78,7 +78,7 @@ def shard(
         ArgumentError: the kind of data is not supported, there is too little for every rank, it is divided already, or
             an argument is invalid.
     """
-    _refuse_divided(data)
+    _reject_divided(data)
     if remainder not in ("drop", "pad", "keep"):
         raise ArgumentError(f'remainder={remainder!r} must be "drop", "pad" or "keep".')
     if shuffle is not None and (not isinstance(shuffle, int | np.bool_ | np.integer) or shuffle < 0):
@@ -87,10 +87,10 @@ def shard(
         raise ArgumentError(f"seed={seed!r} must be an integer, zero or more.")
     rank, size = connect().shard
     if isinstance(data, keras.utils.PyDataset):
-        _refuse_if(remainder == "keep", remainder, "a PyDataset")
+        _reject_if(remainder == "keep", remainder, "a PyDataset")
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")
     if _is_from(data, "tensorflow", "DatasetV2"):
-        _refuse_if(remainder == "pad", remainder, "a tf.data.Dataset")
+        _reject_if(remainder == "pad", remainder, "a tf.data.Dataset")
         divided = shard_dataset(data, rank, size, shuffle, seed, remainder)
         setattr(divided, _MARK, True)
         return divided
@@ -105,7 +105,7 @@ def shard(
             "convert Python lists and numbers with numpy.asarray, and pass a list of batches as iter(batches)."
         )
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | set | frozenset):
-        _refuse_if(remainder != "drop" or bool(shuffle), remainder, "a stream, and neither is shuffle")
+        _reject_if(remainder != "drop" or bool(shuffle), remainder, "a stream, and neither is shuffle")
         return shard_iterable(data, rank, size)
     raise ArgumentError(
         f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a "
@@ -113,8 +113,8 @@ def shard(
     )
 
 
-def _refuse_divided(data: Any) -> None:
-    """Refuse what `shard` returned: each rank would get a part of its own part."""
+def _reject_divided(data: Any) -> None:
+    """Reject what `shard` returned: each rank would get a part of its own part."""
     is_generator = inspect.isgenerator(data) and data.gi_code is shard_iterable.__code__
     is_loader = isinstance(getattr(data, "sampler", None), Order)
     if is_generator or is_loader or isinstance(data, ShardedArrays | ShardedBatches) or _holds_mark(data):
@@ -228,7 +228,7 @@ def _rows(array: Any, indices: Indices) -> Any:
     return rows[places]
 
 
-def _refuse_if(wrong: bool, remainder: str, what: str) -> None:
+def _reject_if(wrong: bool, remainder: str, what: str) -> None:
     if wrong:
         raise ArgumentError(f'remainder={remainder!r} is not possible for {what}; use "drop".')
 

@@ -32,7 +32,7 @@ from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import on_all_or_none, refusals_told
+from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
 from ring_plugins.keras.backends import Slices, backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.slices import SliceGather, SliceLayout
@@ -418,7 +418,7 @@ class ShardedUpdates:
                 f"this {type(self._optimizer).__name__} is sharded among the ranks, and not connected to them: an "
                 "exception has ended its last fit. Call fit() with BroadcastCallback on all ranks."
             )
-        with refusals_told(self.communicator, "a sharded update"):
+        with rejections_told(self.communicator, "a sharded update"):
             self._update_parts(slices, layout, grads, trainable_variables, learning_rate)
 
     def _update_parts(
@@ -435,7 +435,7 @@ class ShardedUpdates:
         keys = optimizer._trainable_variables_indices
         optimizer._trainable_variables_indices = self._keys
         try:
-            if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:  # torch refuses an empty list
+            if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:  # torch rejects an empty list
                 self._own["_apply_weight_decay"](decaying)
             self._own["_backend_update_step"](gradients, parts, learning_rate)
         finally:

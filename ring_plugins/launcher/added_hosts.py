@@ -57,7 +57,7 @@ class AddedHosts:
         self._joiners: list[Any] = []  # as all supervisors know them
         self._is_alone = False  # whether they know that nobody is left who lets others join
 
-    def refusal(self, name: str, living: Iterable[str]) -> str:
+    def rejection(self, name: str, living: Iterable[str]) -> str:
         """Why a host cannot be added, "" if it can.
 
         Args:
@@ -71,7 +71,7 @@ class AddedHosts:
         return ""
 
     def add(self, name: str) -> int:
-        """Add a host for which there is no `refusal`; returns its number."""
+        """Add a host for which there is no `rejection`; returns its number."""
         assert self.start is not None
         host, number = Host(name, []), len(self._hosts)
         host.is_added = True

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.launcher.growth import refusal
+from ring_plugins.launcher.growth import rejection
 
 #: How many hosts may be added to a job, and the world ranks that their processes have from there on.
 MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
@@ -91,8 +91,8 @@ class AddedSlots:
             number: how many.
             hosts: numbers and names of those that may get them; each slot goes to one that has the fewest then.
         """
-        if refusal := self.refusal(number):
-            return refusal
+        if rejection := self.rejection(number):
+            return rejection
         given = self._give_out(self._next_ones(number), list(hosts))
         self._publish()
         told = " and ".join(f"{name_ranks(slots)} on {hosts[host]}" for host, slots in given.items())
@@ -101,17 +101,17 @@ class AddedSlots:
         )
         return f"ok: {told} will join{where}"
 
-    def refusal(self, number: int) -> str:
+    def rejection(self, number: int) -> str:
         """Why so many slots cannot be given out, "" if they can."""
         free = len(self._free) + self._most - self._in_use
-        return refusal(number, free, self._most, may_grow=self._most > self._size or free > 0)
+        return rejection(number, free, self._most, may_grow=self._most > self._size or free > 0)
 
-    def refusal_of(self, hosts: Mapping[int, str], number: int) -> str:
+    def rejection_of(self, hosts: Mapping[int, str], number: int) -> str:
         """Why these hosts cannot have so many more slots, "" if they can.
 
         Args:
             hosts: as for `add`.
-            number: for which there is no `refusal`.
+            number: for which there is no `rejection`.
         """
         for host, slots in self._divided(self._next_ones(number), list(hosts)).items():
             all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)

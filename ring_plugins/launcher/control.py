@@ -22,7 +22,7 @@ from collections.abc import Callable
 from ring_plugins.core.base.errors import LaunchError, quoted
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, authenticate
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
@@ -230,9 +230,9 @@ class DriverConnection:
             try:
                 self._frames = _connect(address, port, key, rank, end)
                 return
-            except Refused as error:
+            except Rejected as error:
                 raise LaunchError(
-                    f"{self._where} was refused by the driver at {address}:{port} ({error}): the cluster has started "
+                    f"{self._where} was rejected by the driver at {address}:{port} ({error}): the cluster has started "
                     "this rank twice, or another run's driver listens there."
                 ) from error
             except (OSError, Disconnected) as error:

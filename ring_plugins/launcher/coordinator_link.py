@@ -27,7 +27,7 @@ from ring_plugins.core.net.auth import (
     ClientHandshake,
     Disconnected,
     Purpose,
-    Refused,
+    Rejected,
     WrongSecret,
     authenticate,
     connect,
@@ -172,7 +172,7 @@ class Link:
                 return True
             except (ConnectionRefusedError, WrongSecret):
                 return False
-            except Refused:  # it knows the key, and that it has this host already
+            except Rejected:  # it knows the key, and that it has this host already
                 return True
             except Disconnected:
                 pass  # it is just ending, or has too many connections, or something else listens there

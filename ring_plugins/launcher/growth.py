@@ -120,7 +120,7 @@ def running_jobs() -> dict[int, str]:
     return found
 
 
-def refusal(number: int, free: int, most: int, may_grow: bool) -> str:
+def rejection(number: int, free: int, most: int, may_grow: bool) -> str:
     """The answer if a job has no slots for so many added ranks, "" if it has.
 
     Args:

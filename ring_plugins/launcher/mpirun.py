@@ -78,7 +78,7 @@ class JobSpec:
         interface: network for the ranks: an interface's name, several, or a subnet; None leaves the choice to MPI.
         bind: "none", "core", "numa" or "socket".
         oversubscribed: some host gets more ranks than it has cores.
-        as_root: this user is root, which Open MPI refuses unless told.
+        as_root: this user is root, which Open MPI rejects unless told.
         agent: program that replaces ssh; gets the host and a command as arguments.
         environment: variables for every rank; None stands for the value that this process has.
         tag_output: put its rank in front of every line.

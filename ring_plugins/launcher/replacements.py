@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
-from ring_plugins.launcher.growth import refusal
+from ring_plugins.launcher.growth import rejection
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
@@ -99,7 +99,7 @@ class Replacements:
             return f"no: --host {host} is none of the job's hosts: it runs on {socket.gethostname()} alone"
         most = self._slots.number
         free = most - self._wanted
-        if no := refusal(number, free, most, self._notify is not None and most > self._size):
+        if no := rejection(number, free, most, self._notify is not None and most > self._size):
             return no
         first = self._wanted
         self._wanted = self._slots.in_use = first + number

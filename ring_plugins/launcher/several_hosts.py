@@ -220,15 +220,15 @@ class Coordinator:
             return "no: the job has not begun yet"
         if not living:
             return "no: the job ends"
-        if refusal := self._added_slots.refusal(number):
-            return refusal
+        if rejection := self._added_slots.rejection(number):
+            return rejection
         new = wanted if not chosen else None
         if new is not None:
-            if refusal := self.added_hosts.refusal(new, living.values()):
-                return refusal
+            if rejection := self.added_hosts.rejection(new, living.values()):
+                return rejection
             chosen = {len(self._hosts): new}
-        if refusal := self._added_slots.refusal_of(chosen, number):
-            return refusal
+        if rejection := self._added_slots.rejection_of(chosen, number):
+            return rejection
         if new is not None:
             self.added_hosts.add(new)
         return self._added_slots.add(number, chosen)

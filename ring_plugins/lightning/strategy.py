@@ -256,7 +256,7 @@ class RingTrainerLogic(RingParallelLogic):
             return super().training_step(*args, **kwargs)
         output: Any = self._shared_step.attempt(lambda: super(RingTrainerLogic, self).training_step(*args, **kwargs))
         if output is None and self._shared_step.has_failed:
-            # Lightning 2.6.6, pytorch/loops/optimization/automatic.py:323, refuses None with several ranks.
+            # Lightning 2.6.6, pytorch/loops/optimization/automatic.py:323, rejects None with several ranks.
             return torch.full((), torch.nan, device=self.root_device)
         return output
 

@@ -64,7 +64,8 @@ def run(
         num_proc: number of ranks; by default the number of tasks that Spark can run at the same time when this is
             called, which is logged. With dynamic allocation Spark may be able to run more of them later.
         env: variables to set for the ranks.
-        on_failure: as for `init`, in the ranks of this call; RING_ON_FAILURE or "end" by default. "replace" is refused.
+        on_failure: as for `init`, in the ranks of this call; RING_ON_FAILURE or "end" by default. "replace" is
+            rejected.
         min_ranks: as for `init`.
         start_timeout: seconds to wait until Spark has slots for all ranks.
         timeout: seconds for the whole call, None for no limit.

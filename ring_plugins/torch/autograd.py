@@ -29,7 +29,7 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
     register: Any = parameter.register_post_accumulate_grad_hook
     frozen = not parameter.requires_grad
     if frozen:
-        parameter.requires_grad_(True)  # torch refuses hooks otherwise, but keeps them when it is frozen again
+        parameter.requires_grad_(True)  # torch rejects hooks otherwise, but keeps them when it is frozen again
     hook = register(call)
     if frozen:
         parameter.requires_grad_(False)

@@ -63,7 +63,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         LaunchError: the group is larger than the job that ring_plugins sees.
     """
     rank, size, group_id = options.group_rank, options.group_size, options.group_id
-    if world.is_initialized():  # first of all: the store is gone where another rank has been refused already
+    if world.is_initialized():  # first of all: the store is gone where another rank has been rejected already
         world.current().refuse_to_recover(_WHAT)
     # A separate connection, where torch can clone one (2.5), so that our threads never wait while the script uses it.
     base = options.store.clone() if hasattr(options.store, "clone") else options.store

@@ -22,7 +22,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import RecoveringCommunicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
@@ -34,7 +34,7 @@ from ring_plugins.torch.device import TorchStreams, is_capturing
 from ring_plugins.torch.drift import WeightsInStep, parameter_checksums
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks
-from ring_plugins.torch.ownership import Claim, is_claimed, refusal, still_there
+from ring_plugins.torch.ownership import Claim, is_claimed, rejection, still_there
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: How many sets are kept: adversarial training freezes one of two parts, in turn, twice a step.
@@ -211,7 +211,7 @@ class BucketSets:
         if len(self.kept) >= _KEPT:
             self._drop(next(iter(self.kept)))
         order = self._order.of(_positions(trained))
-        with refusals_told(self._communicator, "making buckets"), self._changes_named(trained):
+        with rejections_told(self._communicator, "making buckets"), self._changes_named(trained):
             if self._streams is not None and is_capturing():
                 raise ArgumentError(
                     f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
@@ -283,7 +283,7 @@ class BucketSets:
         conflict = self.claim.conflict(still_there(self.claim.older()))
         conflicts = self._communicator.all_gather_object(conflict, "owner of gradients")
         if any(conflicts):
-            raise refusal(conflicts, self._communicator.ranks)
+            raise rejection(conflicts, self._communicator.ranks)
         self._is_contested = False
 
     def learn_order(self, buckets: GradientBuckets) -> None:

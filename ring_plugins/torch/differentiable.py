@@ -175,7 +175,7 @@ class _Collective(torch.autograd.Function):
     def forward(context: Any, x: torch.Tensor, name: str, forward: _Call, backward: _Call) -> torch.Tensor:
         global _calls
         result = forward(x.detach())
-        _calls += 1  # only after success: an argument may have been refused on this rank only
+        _calls += 1  # only after success: an argument may have been rejected on this rank only
         context.name, context.number, context.call = name, _calls, backward
         return result
 

@@ -463,7 +463,7 @@ class GradientBuckets:
             if not at_once and not self._is_first:
                 self._late_control.copy_(self._control.real, non_blocking=True)
                 if self._found_sparse:
-                    self._refuse_late_sparse()
+                    self._reject_late_sparse()
                 return _NOTHING_TOLD
         elif torch.equal(self._control, self._usual_control):
             return _NOTHING_TOLD  # an average equals what this rank wrote only if all wrote the same
@@ -485,12 +485,12 @@ class GradientBuckets:
             return 0.0
         failed, sparse, _, _, *options = self._shares(self._late_control)
         if sparse:
-            self._refuse_late_sparse()
+            self._reject_late_sparse()
         if differ(options) and not failed:
             raise options_error([self._options.text], [self._communicator.ranks[self._communicator.rank]])
         return failed
 
-    def _refuse_late_sparse(self) -> None:
+    def _reject_late_sparse(self) -> None:
         names = ", ".join(self.names[i] for i in sorted(self._found_sparse)) or "a parameter on another rank"
         raise RingError(
             f"the gradient of {names} is sparse, and was not in the first backward. On GPUs that must be known before: "

@@ -50,7 +50,7 @@ from ring_plugins.torch.own_gradients import (
     replaced_error,
     step_inside_backward,
 )
-from ring_plugins.torch.ownership import Claim, refusal, still_there
+from ring_plugins.torch.ownership import Claim, rejection, still_there
 from ring_plugins.torch.recovery import RecoveryCheck
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.tensor_memory import are_pairs
@@ -287,7 +287,7 @@ class GradientAverager:
         if self._buckets is None:
             return False
         if (newer := self._claim.newer()) and (newer := still_there(newer)):
-            raise refusal([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
+            raise rejection([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
         return self._prepare()
 
     def begin_step(self) -> None:
@@ -596,7 +596,7 @@ class GradientAverager:
             error = ArgumentError(
                 f"the closure returned a loss of shape {tuple(loss.shape)}; return one number, such as loss.mean()."
             )
-            self._communicator.refuse("averaging a loss", error)
+            self._communicator.reject("averaging a loss", error)
             raise error
         device = self._sets.parameters[0].device if self._sets.parameters else None
         values = torch.zeros(2, dtype=torch.float64, device=device)

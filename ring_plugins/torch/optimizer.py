@@ -27,7 +27,7 @@ from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class _NoAverager:
-    """Takes the place of the averager in a copy, and refuses steps: without averages the ranks would drift apart."""
+    """Takes the place of the averager in a copy, and rejects steps: without averages the ranks would drift apart."""
 
     def check(self) -> None:
         """Do nothing."""

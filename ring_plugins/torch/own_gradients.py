@@ -210,7 +210,7 @@ def forget_dropped(parameter: torch.Tensor) -> None:
     _dropped.pop(id(parameter), None)
 
 
-def _refuse_dropped(optimizer: Optimizer) -> None:
+def _reject_dropped(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             reference, name, _ = _dropped.get(id(parameter), (None, "", 0.0))
@@ -296,7 +296,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not (_watched or _dropped) or torch.compiler.is_compiling():
         return None
     if _dropped:
-        _refuse_dropped(optimizer)
+        _reject_dropped(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         before_use(optimizer)

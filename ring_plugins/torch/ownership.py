@@ -101,7 +101,7 @@ def still_there(rivals: Sequence[Claim]) -> list[Claim]:
     return [claim for claim in rivals if not claim.is_dropped]
 
 
-def refusal(conflicts: Sequence[str | None], ranks: Sequence[int]) -> RingError:
+def rejection(conflicts: Sequence[str | None], ranks: Sequence[int]) -> RingError:
     """The error for parameters with two averagers.
 
     Args:

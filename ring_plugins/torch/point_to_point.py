@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError, is_refusal
+from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.messages import MessageGroup
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -104,8 +104,8 @@ class PointToPoint:
             target = Target(tensor, "tensor", keep=sending)
             memory = cast(HostMemory, target.memory)
         except Exception as error:
-            if is_refusal(error) and self._messages is not None and peer is not None and not is_on_gpu(tensor):
-                self._messages.refuse(verb, peer, tag)  # NCCL has no message for that
+            if is_rejection(error) and self._messages is not None and peer is not None and not is_on_gpu(tensor):
+                self._messages.reject(verb, peer, tag)  # NCCL has no message for that
             raise
         assert self._messages is not None
         whom = "any rank" if peer is None else f"rank {peer}"

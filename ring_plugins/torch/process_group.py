@@ -48,8 +48,8 @@ _Base: Any = dist.ProcessGroup
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _tells_refusals(collective: F) -> F:
-    """Let a method tell the other members if this one refuses its arguments, so that they do not wait for it."""
+def _tells_rejections(collective: F) -> F:
+    """Let a method tell the other members if this one rejects its arguments, so that they do not wait for it."""
 
     @wraps(collective)
     def telling(self: RingProcessGroup, *args: Any, **options: Any) -> Any:
@@ -57,10 +57,10 @@ def _tells_refusals(collective: F) -> F:
             return collective(self, *args, **options)
         except Exception as error:
             what = self._described(collective.__name__)
-            self._communicator.refuse(what, error)
+            self._communicator.reject(what, error)
             if _has_gpu_tensor(args):
                 for communicator in self._on_gpus.values():
-                    communicator.refuse(what, error)
+                    communicator.reject(what, error)
             raise
 
     return cast("F", telling)
@@ -148,12 +148,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # All ranks combine or collect everything ----------------------------------------------------------
 
-    @_tells_refusals
+    @_tells_rejections
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce the ranks' tensors, in place."""
         return self.allreduce_coalesced([single(tensors, "tensors")], opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce several tensors in place, those of one type by one collective."""
         opts = opts or dist.AllreduceOptions()
@@ -173,7 +173,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("all_reduce", list(tensors), run, opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Overwrite every rank's tensor with the root's."""
         opts = opts or dist.BroadcastOptions()
@@ -188,7 +188,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("broadcast", [tensor], run, opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def allgather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -198,12 +198,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         targets = Targets(outputs, "output_tensors")
         return self._start("all_gather", outputs, exchanges.all_gather([(source, targets)], self), opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Fill one tensor with every rank's, one behind the other."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -213,7 +213,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             pairs.append((flat_source(mine, "input_tensor"), EqualParts(output, self.size(), "output_tensor")))
         return self._start("all_gather", list(outputs), exchanges.all_gather(pairs, self), opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -227,7 +227,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # One rank sends to or receives from all -----------------------------------------------------------
 
-    @_tells_refusals
+    @_tells_rejections
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Reduce the ranks' tensors into the root's; the others keep theirs."""
         opts = opts or dist.ReduceOptions()
@@ -244,7 +244,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("reduce", [tensor], run, opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def gather(
         self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -257,7 +257,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.all_to_all("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
         return self._start("gather", outputs, run, opts, [mine])
 
-    @_tells_refusals
+    @_tells_rejections
     def scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
@@ -272,7 +272,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     # Each rank receives a part ------------------------------------------------------------------------
 
-    @_tells_refusals
+    @_tells_rejections
     def reduce_scatter(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> RingWork:
@@ -284,12 +284,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.reduce_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
         return self._start("reduce_scatter", [output], run, opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
         """Reduce the ranks' tensors and leave each rank its equal part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -301,7 +301,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.reduce_scatter(triples, opts.reduceOp, self)
         return self._start("reduce_scatter", list(outputs), run, opts)
 
-    @_tells_refusals
+    @_tells_rejections
     def alltoall(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
@@ -312,7 +312,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             "all_to_all", outputs, exchanges.all_to_all("all_to_all", outputs, inputs, self), opts, inputs
         )
 
-    @_tells_refusals
+    @_tells_rejections
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -327,7 +327,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         run = exchanges.all_to_all("all_to_all", [output], [input], self, send_counts, receive_counts)
         return self._start("all_to_all", [output], run, opts, [input])
 
-    @_tells_refusals
+    @_tells_rejections
     def barrier(self, opts: Any = None) -> RingWork:
         """Return when all ranks have called and their GPUs have done what this group gave them."""
         for gpu in self._on_gpus.values():

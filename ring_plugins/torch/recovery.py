@@ -1,4 +1,4 @@
-"""Averaging where ranks may be lost: what is refused, and the proof that those that are left are still equal.
+"""Averaging where ranks may be lost: what is rejected, and the proof that those that are left are still equal.
 
 The survivors average that step's gradients once more, without the rank that died (core/gradients/repetition).
 They have computed nothing else again, so their weights must be equal to the last bit, and so must be the averages with

@@ -100,7 +100,7 @@ def replace_env_rendezvous() -> None:
     """Let `init_process_group` work without torchrun: under mpirun, or in a script that started its own ranks.
 
     torch 2.13, torch/distributed/rendezvous.py:229-275 raises where RANK is missing, and
-    `register_rendezvous_handler` (lines 27-49) refuses a scheme that is taken, hence the private table. If RANK and the
+    `register_rendezvous_handler` (lines 27-49) rejects a scheme that is taken, hence the private table. If RANK and the
     other variables are set, torch's own handler is used the first time.
     """
     handlers = cast("dict[str, Callable[..., Iterator[tuple[Store, int, int]]]]", _handlers())

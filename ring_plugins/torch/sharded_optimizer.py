@@ -218,7 +218,7 @@ _CopiedState = tuple[int, int, torch.Tensor, int, int, dict[str, Any]]
 
 
 class _NoUpdates:
-    """Takes the place of the updates in a copy, and refuses them."""
+    """Takes the place of the updates in a copy, and rejects them."""
 
     def __init__(self, copied: list[_CopiedState]) -> None:
         self._copied = copied
@@ -275,8 +275,8 @@ class _SlicedUpdates:
             raise
         setattr(optimizer, _UPDATES, self)
         self._hooks = [
-            optimizer.register_step_pre_hook(self._refuse_bypass),
-            optimizer.register_state_dict_pre_hook(self._refuse_bypass),
+            optimizer.register_step_pre_hook(self._reject_bypass),
+            optimizer.register_state_dict_pre_hook(self._reject_bypass),
             optimizer.register_load_state_dict_post_hook(self._take_loaded_state),
         ]
 
@@ -287,7 +287,7 @@ class _SlicedUpdates:
         self.adopt_state()
         self._has_compared_weights = False  # the script may have loaded weights, too
 
-    def _refuse_bypass(self, optimizer: Optimizer, *_: Any) -> None:
+    def _reject_bypass(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_inside:
             raise RingError(
                 f"this {type(optimizer).__name__} is sharded among the ranks and has no state of its own; call the "
@@ -320,7 +320,7 @@ class _SlicedUpdates:
                 f"{name} is on {parameter.device}; sharded optimizers update parameters in the memory of CPUs. Leave "
                 "out shard."
             )
-        _refuse_shared_memory([*self._named(), *new])
+        _reject_shared_memory([*self._named(), *new])
         if new:
             slices = ParameterSlices(new, self._communicator, self._whole_tensors)
             self._slices.append(slices)
@@ -356,7 +356,7 @@ class _SlicedUpdates:
             gradients = [slices.gradients() for slices in self._slices]
             have_moved = [slices.follow_parameters() for slices in self._slices]
             if any(have_moved):
-                _refuse_shared_memory(self._named())
+                _reject_shared_memory(self._named())
             self._compare(gradients)
         except MismatchError:
             raise  # on all ranks, before anything was changed
@@ -544,7 +544,7 @@ def _comparable(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params" and isinstance(value, kinds)}
 
 
-def _refuse_shared_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def _reject_shared_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise `ArgumentError` if two parameters lie in the same memory: slices of both would overwrite each other."""
     ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in named if p.numel())
     for (_, end, name), (start, _, following) in itertools.pairwise(ranges):

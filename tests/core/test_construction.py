@@ -124,11 +124,11 @@ def test_memory_that_one_rank_cannot_map_is_an_error_on_all() -> None:
     script = """
 from ring_plugins.core.base.errors import SharedMemoryError
 
-def refuse(address, rank):
+def reject(address, rank):
     raise SharedMemoryError(f"cannot map the memory of rank {rank}: Permission denied.")
 
 if RANK == 1:
-    Segment.open = refuse
+    Segment.open = reject
 attempt(ring.init)
 """
     result = run_ranks(COMMON + script, 2, "torchrun", timeout=90, check=False)

@@ -125,7 +125,7 @@ def test_x_itself_may_take_the_result():
 @pytest.mark.parametrize(
     ("out", "said"), [(np.ones(4), "out has 4"), (np.ones(3, np.float32), "float32"), ([1.0, 2.0, 3.0], "read-only")]
 )
-def test_memory_that_cannot_take_the_result_is_refused(out, said):
+def test_memory_that_cannot_take_the_result_is_rejected(out, said):
     with pytest.raises(ArgumentError, match=said):
         functions.all_reduce(np.ones(3), out=out)
 
@@ -136,7 +136,7 @@ def test_out_has_the_shape_of_x():
         functions.all_reduce(np.ones((2, 3)), out=np.zeros((3, 2)))
 
 
-def test_a_masked_array_is_refused():
+def test_a_masked_array_is_rejected():
     """The numbers under its mask would be added, too."""
     with pytest.raises(ArgumentError, match="x is a masked array"):
         functions.all_reduce(np.ma.array([1.0, 2.0], mask=[False, True]))
@@ -147,14 +147,14 @@ def test_without_waiting_there_is_a_work():
     assert functions.all_gather(np.ones((3, 2)), wait=False).wait().shape == (3, 2)
 
 
-def test_a_0_d_x_is_one_row_of_a_gather_and_refused_where_rows_are_split():
+def test_a_0_d_x_is_one_row_of_a_gather_and_rejected_where_rows_are_split():
     assert functions.all_gather(7.0).tolist() == [7.0]
     for collective in (functions.reduce_scatter, functions.all_to_all):
         with pytest.raises(ArgumentError, match=f"x is 0-d; {collective.__name__}"):
             collective(np.array(1.0))
 
 
-def test_bad_roots_and_splits_are_refused():
+def test_bad_roots_and_splits_are_rejected():
     for collective in (functions.broadcast, functions.broadcast_object):
         with pytest.raises(ArgumentError, match="root=1 is not a rank"):
             collective(1.0, root=1)
@@ -187,6 +187,6 @@ def test_tensors_on_gpus_go_to_the_functions_of_their_framework(monkeypatch):
     assert calls == [(x, Op.SUM, None, True)]
 
 
-def test_tensors_on_gpus_of_other_frameworks_are_refused():
+def test_tensors_on_gpus_of_other_frameworks_are_rejected():
     with pytest.raises(ArgumentError, match="x is on device gpu:0"):
         functions.all_gather(OnGpu())

@@ -61,7 +61,7 @@ def test_what_the_first_init_was_given_may_be_said_again(monkeypatch):
     world.shutdown()
 
 
-def test_a_timeline_that_cannot_be_written_is_refused_even_for_root(monkeypatch, tmp_path):
+def test_a_timeline_that_cannot_be_written_is_rejected_even_for_root(monkeypatch, tmp_path):
     (tmp_path / FILE_NAME).mkdir()
     monkeypatch.setattr(world, "_world", None)
     monkeypatch.setenv("RING_TIMELINE", str(tmp_path))
@@ -114,7 +114,7 @@ def test_a_new_communicator_needs_distinct_ranks_of_the_job(single):
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", True])
-def test_an_invalid_number_of_ranks_is_refused(number):
+def test_an_invalid_number_of_ranks_is_rejected(number):
     with pytest.raises(ArgumentError, match="ranks="):
         world.init(ranks=number)
 

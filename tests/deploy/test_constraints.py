@@ -32,7 +32,7 @@ def chosen_for(pin: Requirement, python: str) -> bool:
 
 
 def test_every_pin_that_is_installed_supports_the_pythons_that_it_is_chosen_for():
-    refused = []
+    rejected = []
     for pin in pins():
         try:
             installed = metadata(pin.name)
@@ -40,10 +40,10 @@ def test_every_pin_that_is_installed_supports_the_pythons_that_it_is_chosen_for(
             continue
         if installed["Version"] in pin.specifier and (needs := installed.get("Requires-Python")):
             supported = Requirement(f"python{needs}").specifier
-            refused += [
+            rejected += [
                 f"{pin} on {python}" for python in PYTHONS if chosen_for(pin, python) and python not in supported
             ]
-    assert refused == []
+    assert rejected == []
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -54,13 +54,13 @@ def test_every_package_has_one_version_for_a_python(python):
     assert missing == (DOCS if python.startswith("3.10") else set())
 
 
-def test_no_class_has_bases_that_python_3_10_refuses():
+def test_no_class_has_bases_that_python_3_10_rejects():
     """The only Python that the other tests run on may be a newer one, and type checkers accept both of these."""
-    refused = []
+    rejected = []
     for file in sorted((REPOSITORY / "ring_plugins").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(), feature_version=(3, 10))):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
             is_generic_tuple = "NamedTuple" in bases and len(bases) > 1
             if is_generic_tuple or any(base.startswith("logging.") and "[" in base for base in bases):
-                refused.append(f"{file.relative_to(REPOSITORY)}: class {node.name}({', '.join(bases)})")
-    assert refused == []
+                rejected.append(f"{file.relative_to(REPOSITORY)}: class {node.name}({', '.join(bases)})")
+    assert rejected == []

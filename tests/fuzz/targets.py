@@ -147,9 +147,9 @@ class Handshakes(Target):
                 side.feed(part)
                 assert side.missing >= 0
                 assert len(side.outgoing) <= 128
-                if side.refusal is not None:
+                if side.rejection is not None:
                     return
-        is_over = not side.missing and side.refusal is None
+        is_over = not side.missing and side.rejection is None
         assert not is_over or fed == right, "a forged handshake was accepted"
 
 
@@ -210,8 +210,8 @@ class Frames(Target):
                     assert theirs.send(piece) == len(piece)
                 try:
                     got += reader.read()
-                except Disconnected as refused:
-                    error = refused
+                except Disconnected as rejected:
+                    error = rejected
                     break
                 assert len(reader._incoming) <= self._ALLOWED + 8 + (1 << 18)
             wanted, is_bad = self._reference(data)
@@ -433,7 +433,7 @@ class MeshMessages(JsonTarget):
             ("prepare", {"ballot": 1 << 20, "dead": [3]}),
             ("promise", {**promise, "silent": [], "leaving": [], "joining": [9], "accepted": None}),
             ("promise", {**promise, "silent": [3], "leaving": [2], "joining": [], "accepted": [1, decision]}),
-            ("refused", {"ballot": 1 << 20, "promised": 2 << 20}),
+            ("rejected", {"ballot": 1 << 20, "promised": 2 << 20}),
             ("accept", {"ballot": 1 << 20, "decision": decision}),
             ("accepted", {"ballot": 1 << 20}),
             ("decided", {"decision": decision}),
@@ -622,9 +622,9 @@ class Claims(Target):
         client.feed(server.outgoing)
         server.feed(client.outgoing)
         assert server.claim == claim
-        assert (server.refusal is None) == (0 <= claim.rank < 3)
+        assert (server.rejection is None) == (0 <= claim.rank < 3)
         client.feed(server.outgoing)
-        assert (client.refusal is None) == (server.refusal is None)
+        assert (client.rejection is None) == (server.rejection is None)
 
 
 class ParentNotes(Target):
@@ -816,7 +816,7 @@ class MeshMessagesOfAllKinds(JsonTarget):
             "failed": {"rank": 1, "text": "x", "of": 1},
             "exits": {"rank": 1, "status": 3},
             "broken": {"key": 1, "rank": 1, "text": "x"},
-            "refused": {"operation": [1, 2, 3], "rank": 1, "text": "x"},
+            "rejected": {"operation": [1, 2, 3], "rank": 1, "text": "x"},
         }
         problem = {"view": 1, "problem": "no memory"}
         agree = [["agree", json.loads(one)] for one in MeshMessages().valid()]
@@ -850,7 +850,7 @@ class MeshMessagesOfAllKinds(JsonTarget):
             failure = detector.failure()
             assert failure is None or 0 <= failure.rank < MOST_MEMBERS
             assert set(detector._exit_status) <= set(range(MOST_MEMBERS))
-            assert isinstance(detector.refusal(1, 2, 3, [sender]), str)
+            assert isinstance(detector.rejection(1, 2, 3, [sender]), str)
             if mesh._consensus.lost():
                 str(mesh.members_lost())
         finally:

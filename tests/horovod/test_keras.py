@@ -42,7 +42,7 @@ report("functions", [
     float(hvd.allreduce(np.float32(hvd.rank()), name="x")), hvd.allreduce(hvd.rank(), average=False).tolist(),
     hvd.allgather(np.ones(1 + hvd.rank(), np.float32)).shape[0], hvd.broadcast(np.array([hvd.rank()]), 1).tolist(),
 ])
-refused = []
+rejected = []
 for call in (
     lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4),
     lambda: hvd.callbacks.LearningRateScheduleCallback(rate, 0.1, start_epoch=30),
@@ -50,8 +50,8 @@ for call in (
     try:
         call()
     except ring.ArgumentError as error:
-        refused.append(str(error))
-report("refused", refused)
+        rejected.append(str(error))
+report("rejected", rejected)
 path = f"{TMP!r}/model{hvd.rank()}.keras"
 model.save(path)
 loaded = hvd.load_model(path)
@@ -76,7 +76,7 @@ def test_a_script_for_horovod_with_keras(tmp_path, module, backend):
     assert result.values("functions") == [[0.5, 1, 3, [1]]] * 2
     for key in ("loss", "bits", "loaded"):
         assert result.values(key)[0] == result.values(key)[1], key
-    for texts in result.values("refused"):
+    for texts in result.values("rejected"):
         assert len(texts) == 2, texts
         assert "gradient_accumulation_steps=4" in texts[0] and "lambda epoch: 0.1 ** (epoch - 30)" in texts[1]
     assert "learning rate: 0.05 for one process, 0.1 for 2 ranks after warm-up" in " ".join(result.output.split())
@@ -210,7 +210,7 @@ with tf.GradientTape() as tape:
 dense = hvd.DistributedGradientTape(tape, sparse_as_dense=True).gradient(loss, table)
 report("dense", dense.numpy()[:2].tolist())
 report("objects", [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(rank)])
-refused = []
+rejected = []
 for call in (
     lambda: hvd.DistributedGradientTape(tape, op=hvd.Sum),
     lambda: hvd.allreduce(rows, op=hvd.Max),
@@ -220,8 +220,8 @@ for call in (
     try:
         call()
     except (ring.ArgumentError, AttributeError) as error:
-        refused.append(str(error))
-report("refused", refused)
+        rejected.append(str(error))
+report("rejected", rejected)
 """
 
 
@@ -266,7 +266,7 @@ def test_a_loop_for_horovod_with_tensorflow():
     assert result.values("rows") == [[[[0.5, 0.5]] * 2, [0, 1]]] * 2
     assert result.values("dense") == [[[0.5, 0.5]] * 2] * 2
     assert result.values("objects") == [[{"rank": 1}, [0, 1]]] * 2
-    for texts in result.values("refused"):
+    for texts in result.values("rejected"):
         assert len(texts) == 4, texts
         assert texts[3].startswith("variables is empty. Models and optimizers have their variables once they are built")
         assert "hvd.Sum" in texts[0] and "convert_to_tensor" in texts[1] and "broadcast_variables" in texts[2]

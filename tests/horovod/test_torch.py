@@ -143,8 +143,8 @@ hvd.allreduce(weight * (rank + 1), op=hvd.Sum).sum().backward()
 report("gradient", weight.grad)
 report("needs none", hvd.allreduce(weight.detach()).requires_grad)
 
-# What is refused
-refused = []
+# What is rejected
+rejected = []
 for call in (
     lambda: hvd.join(),
     lambda: hvd.Adasum,
@@ -158,8 +158,8 @@ for call in (
     try:
         call()
     except (ring.ArgumentError, AttributeError) as error:
-        refused.append(str(error))
-report("refused", refused)
+        rejected.append(str(error))
+report("rejected", rejected)
 try:
     hvd.allreduce(x, name=f"rank{rank}")
 except ring.MismatchError as error:
@@ -217,7 +217,7 @@ def test_a_script_for_horovod(launcher):
         [[2, 4], [6, 8], [2, 4], [4, 4], [2, 2], [4, 4], [6, 8], [8, 12]],
     ]
     assert result.values("gradient") == [[2, 2], [4, 4]], "the sum's gradient is the sum of the ranks' gradients"
-    for texts in result.values("refused"):
+    for texts in result.values("rejected"):
         assert len(texts) == 8 and "ranks=[0, 1] is not supported" in texts[7], texts
         assert "drop_last" in texts[0] and "Adasum" in texts[1] and 'on_failure="continue"' in texts[2]
         assert "process_set=[0]" in texts[3] and "pass only op" in texts[4] and "hvd.Sum" in texts[5]

@@ -46,7 +46,7 @@ def test_mpich_on_both_hosts(cluster):
     assert result.values("sum") == [4.0] * 4
 
 
-def refused(cluster, *options, script=MEET):
+def rejected(cluster, *options, script=MEET):
     result = cluster.start(ring_run(*options), script, 4).run(timeout=30, check=False)
     assert result.returncode == 2, result
     assert result.reports == {}, "something was started all the same"
@@ -61,7 +61,7 @@ def test_a_host_with_another_version_is_named(cluster, tmp_path):
     other.write_text(metadata.read_text().replace(f"Version: {numpy.__version__}", "Version: 1.24.0", 1))
     cluster.run_on("host2", ["mount", "--bind", str(other), str(metadata)])
     try:
-        output = refused(cluster, *TWO)
+        output = rejected(cluster, *TWO)
     finally:
         cluster.run_on("host2", ["umount", str(metadata)])
     assert (
@@ -72,7 +72,7 @@ def test_a_host_with_another_version_is_named(cluster, tmp_path):
 
 def test_hosts_that_cannot_be_reached_or_reach_are_named(cluster):
     with cluster.firewall("host3", "22"), cluster.firewall("host1", "1024-65534", sources="1024-65534"):
-        output = refused(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
+        output = rejected(cluster, "-H", "host1:1,host2:1,host3:1,nowhere:1", "--agent", "ssh -o ConnectTimeout=2")
     assert "3 of 4 hosts cannot run ranks" in output
     assert re.search(r"host3: ssh: connect to host host3 port 22: Connection timed out \(is it up", output), output
     assert re.search(r"nowhere: ssh: Could not resolve hostname nowhere.*/etc/hosts", output), output

@@ -26,7 +26,7 @@ def cluster():
         yield cluster
 
 
-def refuse(cluster, port=29500, **variables):
+def reject(cluster, port=29500, **variables):
     """A launch of one rank a host that is not going to start."""
     return cluster.environment(MEET, 1, env={"RING_START_TIMEOUT": "4", **variables}, port=port)
 
@@ -64,8 +64,8 @@ def test_a_slow_network_that_mpirun_was_told_to_use_is_used_and_said(cluster):
 def test_hosts_that_want_different_networks_are_both_named(cluster):
     other = {"ON_host1": "RING_INTERFACE=eth0", "ON_host2": "RING_INTERFACE=10.2.0.0/16"}
     with (
-        refuse(cluster, **other) as different,
-        refuse(cluster, port=29501, ON_host2="RING_INTERFACE=ib0") as missing,
+        reject(cluster, **other) as different,
+        reject(cluster, port=29501, ON_host2="RING_INTERFACE=ib0") as missing,
     ):
         text = errors(different)
         assert "host1 (rank 0) with RING_INTERFACE=eth0 has eth0 (10.1.0.0/16), but host2 (rank 1) with" in text
@@ -77,10 +77,10 @@ def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
     """Four jobs at once, since each waits for RING_START_TIMEOUT."""
     with (
         cluster.firewall("host1", "29500"),
-        refuse(cluster) as blocked,
-        refuse(cluster, port=29501, ON_host2="MASTER_ADDR=10.1.0.77") as absent,
-        refuse(cluster, port=29502, ON_host2="MASTER_ADDR=nowhere") as unknown,
-        refuse(cluster, port=29503, ON_host2="MASTER_ADDR=host2") as loopback,
+        reject(cluster) as blocked,
+        reject(cluster, port=29501, ON_host2="MASTER_ADDR=10.1.0.77") as absent,
+        reject(cluster, port=29502, ON_host2="MASTER_ADDR=nowhere") as unknown,
+        reject(cluster, port=29503, ON_host2="MASTER_ADDR=host2") as loopback,
     ):
         text = errors(blocked)
         silent = "no answer from host1:29500: the host is down, or a firewall"
@@ -97,7 +97,7 @@ def test_a_rank_0_that_cannot_be_reached_is_explained(cluster):
 def test_a_firewall_between_the_other_ports_is_named_with_both_hosts(cluster):
     with (
         cluster.firewall("host2", "30000-65534", sources="30000-65534"),
-        refuse(cluster, RING_INTERFACE="eth0") as blocked,
+        reject(cluster, RING_INTERFACE="eth0") as blocked,
     ):
         text = errors(blocked)
     assert "rank 0 on host1 cannot reach rank 1 on host2 at 10.1.0.2:" in text

@@ -55,11 +55,11 @@ def test_steps_that_are_compiled_already_follow_their_optimizer(seen):
 
 
 @on_ranks("own_function_called_before_wrapping", "tensorflow", "jax", slow=("torch",))
-def test_a_function_of_the_script_that_is_compiled_already_averages_or_is_refused(seen):
+def test_a_function_of_the_script_that_is_compiled_already_averages_or_is_rejected(seen):
     for found in seen:
         assert found["spread"] == 0
-        refused = "the tf.function _compiled_step.<locals>.traced has been called with this optimizer before"
-        assert found["error"] == "none" or refused in found["error"]
+        rejected = "the tf.function _compiled_step.<locals>.traced has been called with this optimizer before"
+        assert found["error"] == "none" or rejected in found["error"]
 
 
 @on_ranks("gradients_from_elsewhere", "torch")
@@ -83,10 +83,10 @@ def test_gradients_of_frozen_variables_are_averaged(seen):
 
 
 @on_ranks("inside_xla", slow=("tensorflow",))
-def test_collectives_inside_xla_are_refused_and_fit_continues_without_xla(seen):
+def test_collectives_inside_xla_are_rejected_and_fit_continues_without_xla(seen):
     first, second = seen
     for found in (first, second):
-        for text in (found["refused"], found["nested"]):
+        for text in (found["rejected"], found["nested"]):
             assert "InsideXla: " in text and "outside it" in text, text
         assert found["found"] == pytest.approx([-0.15] * 5)
         assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]

@@ -19,7 +19,7 @@ def test_models_that_are_not_built_are_not_broadcast_in_part(seen):
     first, second = seen
     assert first["weights"] == second["weights"]
     for found in seen:
-        for error in found["refused"]:
+        for error in found["rejected"]:
             assert error.startswith("ArgumentError: model=") and "dense" in error
             assert "Begin the model with keras.Input" in error
 

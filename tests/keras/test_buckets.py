@@ -99,7 +99,7 @@ def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(m
     assert {(0, 0), (0, 1)} <= seen  # it died in the first pass, and after it
 
 
-def test_optimizers_with_other_options_are_refused_by_name():
+def test_optimizers_with_other_options_are_rejected_by_name():
     import keras
 
     from ring_plugins.core.base.errors import MismatchError

@@ -29,7 +29,7 @@ for name, options in {
 try:
     BroadcastCallback(compression="int8")
 except ring.ArgumentError as error:
-    report("refused", str(error))
+    report("rejected", str(error))
 """
 
 
@@ -42,4 +42,4 @@ def test_compression_between_hosts():
         assert first == second
     pairs = zip(result.values("bf16")[0], result.values("exact")[0], strict=True)
     assert 0 < max(abs(rounded - exact) for rounded, exact in pairs) < 1e-3
-    assert "compression='int8'" in result.values("refused")[0]
+    assert "compression='int8'" in result.values("rejected")[0]

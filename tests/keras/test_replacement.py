@@ -268,7 +268,7 @@ def test_a_process_joins_a_loop_without_fit_where_an_epoch_begins(backend, victi
         ("jax", "not assigned", "steps have averaged gradients, but the variables still have the values from before"),
     ],
 )
-def test_a_loop_whose_state_would_lack_something_is_refused_before_anybody_joins(backend, fault, text):
+def test_a_loop_whose_state_would_lack_something_is_rejected_before_anybody_joins(backend, fault, text):
     result = loop(backend, [], fault, check=False)
     assert result.returncode == 1 and not result.values("found")
     assert text in result.output

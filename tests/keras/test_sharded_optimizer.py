@@ -51,8 +51,8 @@ def test_the_state_that_only_the_root_has_loaded(seen):
         assert "MismatchError: before the first step the weights of rank " in found["different"]
 
 
-@on_ranks("refused_by_a_sharded_optimizer", slow=BACKENDS)
-def test_what_sharded_optimizers_refuse(seen):
+@on_ranks("rejected_by_a_sharded_optimizer", slow=BACKENDS)
+def test_what_sharded_optimizers_reject(seen):
     for found in seen:
         for name in ("adafactor", "lamb", "own"):
             assert "ArgumentError: shard_optimizer=True cuts variables into parts" in found[name]
@@ -73,7 +73,7 @@ def test_a_fit_after_an_exception_goes_on_with_the_parts(seen):
 
 
 @pytest.mark.slow
-def test_jobs_that_go_on_without_a_rank_refuse_sharded_optimizers():
+def test_jobs_that_go_on_without_a_rank_reject_sharded_optimizers():
     script = """
     import os
     import ring_plugins as ring

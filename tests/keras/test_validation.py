@@ -10,7 +10,7 @@ def test_one_rank_stops_all_at_the_same_step(seen):
     assert seen == [{"steps": 6, "epochs": 2}] * 2
 
 
-@on_ranks("refusals", "torch", slow=("tensorflow", "jax"))
+@on_ranks("rejections", "torch", slow=("tensorflow", "jax"))
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -23,13 +23,13 @@ def test_one_rank_stops_all_at_the_same_step(seen):
         ("no reduction", ("RingError", "without averaging", "DistributedOptimizer")),
     ],
 )
-def test_refused(what, words, seen):
+def test_rejected(what, words, seen):
     for found in seen:
         assert all(word in found[what] for word in words), found[what]
 
 
-@on_ranks("refusal_of_a_distribution", "torch", slow=("tensorflow", "jax"))
-def test_refused_beside_a_distribution(seen):
+@on_ranks("rejection_of_a_distribution", "torch", slow=("tensorflow", "jax"))
+def test_rejected_beside_a_distribution(seen):
     for found in seen:
         assert found.startswith("ArgumentError") and "DataParallel" in found and "set_distribution(None)" in found
 
@@ -72,14 +72,14 @@ def test_weights_are_compared_when_fit_ends(seen):
     assert seen[1]["said"] == []
 
 
-@on_ranks("refusal_of_a_strategy", "tensorflow")
-def test_a_model_created_under_a_strategy_is_refused(seen):
+@on_ranks("rejection_of_a_strategy", "tensorflow")
+def test_a_model_created_under_a_strategy_is_rejected(seen):
     for found in seen:
         assert found.startswith("ArgumentError") and "MirroredStrategy" in found
 
 
-@on_ranks("refusal_of_ddp", "torch")
-def test_a_model_that_keras_wrapped_in_ddp_is_refused(seen):
+@on_ranks("rejection_of_ddp", "torch")
+def test_a_model_that_keras_wrapped_in_ddp_is_rejected(seen):
     for found in seen:
         assert found.startswith("ArgumentError") and "DistributedDataParallel" in found
 

@@ -21,7 +21,7 @@ def test_each_goes_to_a_host_that_has_the_fewest_and_those_of_one_host_follow_ea
     assert told[-1] == [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 0, 0)] and slots.told()["in use"] == 8
 
 
-def test_more_than_there_is_room_for_is_refused():
+def test_more_than_there_is_room_for_is_rejected():
     slots, told = growing(most=5)
     assert slots.add(2, HOSTS) == "no: 2 asked for, but 1 of the job's 5 slots (--max-ranks 5) is free"
     assert growing(most=0)[0].add(1, HOSTS).startswith("no: the job was started without --max-ranks")
@@ -63,11 +63,11 @@ def test_no_host_gets_more_places_of_lost_ranks_than_it_has_numbers_for_processe
     slots, told = growing(most=40, ranks=(16, 16))
     assert slots.note_end(1, []) == [] and not told
     new = {2: "host3"}
-    assert slots.refusal_of(new, 15).startswith("no: host3 can start at most 14 more processes in the places of lost")
-    assert not slots.refusal_of({0: "host1"}, 16)
-    assert slots.refusal_of(new, 14) == "" and slots.add(10, new).startswith("ok: ranks 16")
-    assert "at most 4 more processes in the places of lost ranks, not 6:" in slots.refusal_of(new, 6)
-    assert slots.refusal_of(new, 4) == ""
+    assert slots.rejection_of(new, 15).startswith("no: host3 can start at most 14 more processes in the places of lost")
+    assert not slots.rejection_of({0: "host1"}, 16)
+    assert slots.rejection_of(new, 14) == "" and slots.add(10, new).startswith("ok: ranks 16")
+    assert "at most 4 more processes in the places of lost ranks, not 6:" in slots.rejection_of(new, 6)
+    assert slots.rejection_of(new, 4) == ""
 
 
 def test_no_two_hosts_have_the_same_numbers_for_processes():

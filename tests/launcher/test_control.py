@@ -142,13 +142,13 @@ def test_a_rank_with_a_wrong_key_learns_why(pool):
         right = pool.submit(lambda: (wrong.exception(60), rank_of(driver, 0)))
         assert len(driver.outcomes(b"call", 1, no_trouble, 60)) == 1
         with pytest.raises(
-            LaunchError, match="rank 0 on .* was refused by the driver at .*it refused this rank's secret"
+            LaunchError, match="rank 0 on .* was rejected by the driver at .*it rejected this rank's secret"
         ):
             wrong.result(60)
     right.result(60)
 
 
-def test_a_second_process_of_a_rank_is_refused(pool):
+def test_a_second_process_of_a_rank_is_rejected(pool):
     with Driver() as driver:
         first = pool.submit(stay, driver, 0)
         seconds = []

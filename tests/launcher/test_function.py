@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_and_output_is_tagged(capsys):
     assert "[0] speaking before the end\n" in capsys.readouterr().out
 
 
-def test_wrong_arguments_are_refused_at_once(monkeypatch):
+def test_wrong_arguments_are_rejected_at_once(monkeypatch):
     with pytest.raises(ring.ArgumentError, match="ranks=0"):
         ring.run(divide, ranks=0)
     with pytest.raises(ring.ArgumentError, match="function='divide' with its arguments cannot be sent"):

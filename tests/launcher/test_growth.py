@@ -63,7 +63,7 @@ def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch
     assert asked == [2, (2, "me@host-2.example"), 4, 1, 9]
 
 
-def test_what_names_no_job_or_several_is_refused(monkeypatch):
+def test_what_names_no_job_or_several_is_rejected(monkeypatch):
     monkeypatch.setattr(growth, "running_jobs", dict)
     with pytest.raises(ArgumentError, match="no `ring run` of yours on this host has a job that can grow"):
         request_ranks(1, None)

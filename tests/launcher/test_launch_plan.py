@@ -82,7 +82,7 @@ def test_one_host_needs_no_mpi_and_several_name_what_is_missing(found, message, 
         (Options(("no-such-program",)), "no program 'no-such-program'"),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_are_rejected(options, message):
     with pytest.raises((ArgumentError, LaunchError), match=message):
         make_plan(options)
 
@@ -95,7 +95,7 @@ def test_a_script_that_is_no_program_is_run_by_this_python(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["python"], ["python3", "-", "a"], ["python", "-u", "-"]])
-def test_a_python_that_reads_its_script_from_standard_input_is_refused(words):
+def test_a_python_that_reads_its_script_from_standard_input_is_rejected(words):
     with pytest.raises(LaunchError, match="reads its script from standard input.* save the script as a file"):
         mpirun.resolve_program(words)
 

@@ -35,7 +35,7 @@ def test_a_known_mpirun_is_recognized(text, expected):
     assert (found.flavor, found.version) == expected
 
 
-def test_an_unknown_mpirun_is_refused_by_name():
+def test_an_unknown_mpirun_is_rejected_by_name():
     with pytest.raises(LaunchError, match=r"/opt/mpirun is none of .* answers --version with 'LAM 7'.*--mpirun"):
         mpirun.recognize("/opt/mpirun", "LAM 7\n")
 

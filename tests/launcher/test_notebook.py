@@ -26,7 +26,7 @@ def run_cells(tmp_path):
 
 
 def test_a_cell_runs_a_function_on_ranks_and_is_told_that_init_cannot(run_cells):
-    refused, result, after = run_cells(
+    rejected, result, after = run_cells(
         "import ring_plugins as ring\ntry:\n    ring.init(ranks=2)\n"
         "except ring.LaunchError as error:\n    print(error)",
         "def total():\n    ring.init()\n    print('from rank', ring.rank())\n"
@@ -35,7 +35,7 @@ def test_a_cell_runs_a_function_on_ranks_and_is_told_that_init_cannot(run_cells)
         "try:\n    ring.run(lambda: ring.init() and 1 / 0, ranks=2)\nexcept ring.RankFailed as error:\n"
         "    print(type(error.__cause__).__name__)\nprint(ring.run(total, ranks=2)[1])",
     )
-    assert "not a notebook" in refused and "ring_plugins.run(function, ranks=2) without init()" in refused
+    assert "not a notebook" in rejected and "ring_plugins.run(function, ranks=2) without init()" in rejected
     assert sorted(result.splitlines()) == ["[3.0, 3.0]", "from rank 0", "from rank 1"]
     assert after.startswith("ZeroDivisionError\n") and after.endswith("3.0\n")
 

@@ -97,7 +97,7 @@ def test_the_others_go_on_without_a_rank_whose_process_is_killed(monkeypatch, vi
     assert found.lost == dict.fromkeys(victims, "its process ended with signal SIGKILL")
 
 
-def test_replacing_lost_ranks_is_refused_with_the_reason(monkeypatch):
+def test_replacing_lost_ranks_is_rejected_with_the_reason(monkeypatch):
     spark_run = importlib.import_module("ring_plugins.spark.run")
     monkeypatch.setattr(spark_run, "_context", lambda: None)
     with pytest.raises(

@@ -192,7 +192,7 @@ def buffers(run: Run) -> Outcome:
 
 @scenario(same_as_ddp=False)
 def sync_batchnorm(run: Run) -> Outcome:
-    """Equal to one process on the concatenated batch; DDP refuses this on the CPU."""
+    """Equal to one process on the concatenated batch; DDP rejects this on the CPU."""
     outcome: Outcome = {}
     for network in (models.WithBatchNorm, models.WithConvolution):
         torch.manual_seed(3)

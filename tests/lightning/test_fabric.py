@@ -65,7 +65,7 @@ if __name__ == "__main__":
         try:
             fabric.strategy.skip_step_on(torch.nn.Linear(1, 1), MemoryError)
         except ArgumentError as error:
-            report("refused", str(error))
+            report("rejected", str(error))
 """
 
 
@@ -76,7 +76,7 @@ def test_all_ranks_skip_a_step_that_one_cannot_compute(size: int) -> None:
     for moved in result.values("moved"):
         assert moved[0] == pytest.approx([0.2 * (size + 1) / 2] * 3)
     assert all(
-        "skip_step_on() was given a Linear that has not been set up" in text for text in result.values("refused")
+        "skip_step_on() was given a Linear that has not been set up" in text for text in result.values("rejected")
     )
 
 

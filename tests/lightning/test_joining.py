@@ -179,6 +179,6 @@ def test_stochastic_weight_averaging(tmp_path, model, start, strategy):
     assert seen[0] == seen[1]
 
 
-def test_validation_by_the_clock_is_refused(tmp_path):
+def test_validation_by_the_clock_is_rejected(tmp_path):
     with pytest.raises(ArgumentError, match=r"as a time \(of 300 s\).*Pass a number of batches"):
         fit(tmp_path, Meeting((0, 0)), Model(), val_check_interval="00:00:05:00")

@@ -135,7 +135,7 @@ def test_what_can_be_set_on_ddp_can_be_set_here(ours, theirs):
             assert not isinstance(mine, property) or mine.fset is not None, name
 
 
-def test_a_users_own_subclass_is_refused_with_the_right_import():
+def test_a_users_own_subclass_is_rejected_with_the_right_import():
     class Own(RingStrategy):
         pass
 

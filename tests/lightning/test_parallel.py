@@ -36,7 +36,7 @@ def test_each_rank_gets_its_gpu(monkeypatch, given, local_size, visible, expecte
     assert devices_of_node(gpus(*given), local_size) == gpus(*expected)
 
 
-def test_fewer_gpus_than_ranks_are_refused(monkeypatch):
+def test_fewer_gpus_than_ranks_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ArgumentError, match="started 4 processes on this node, which has 2 cuda devices"):
         devices_of_node(gpus(0), 4)
@@ -64,12 +64,12 @@ def test_several_nodes_need_a_launcher():
         ({"timeout": 30}, r"timeout=30\) has to be a timedelta"),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_with_what_to_do(arguments, text):
+def test_an_argument_that_cannot_work_is_rejected_with_what_to_do(arguments, text):
     with pytest.raises(ArgumentError, match=text):
         RingStrategy(**arguments)
 
 
-def test_fabric_refuses_arguments_too():
+def test_fabric_rejects_arguments_too():
     with pytest.raises(ArgumentError, match="RingFabricStrategy has no argument static_graph"):
         RingFabricStrategy(static_graph=True)
     with pytest.raises(ArgumentError, match="on_failure .*Those of a Trainer with RingStrategy, .* can go on"):

@@ -38,7 +38,7 @@ def test_gathered_tensors_are_stacked(sync_grads):
     assert gathered.requires_grad == sync_grads
 
 
-def test_gathering_too_early_is_refused():
+def test_gathering_too_early_is_rejected():
     with pytest.raises(NotInitialized, match="before the strategy had set up its processes"):
         all_gather(torch.ones(1))
 

@@ -124,12 +124,12 @@ def test_the_job_ends_when_fewer_than_min_ranks_are_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_synchronized_batch_norm_is_refused(tmp_path):
+def test_synchronized_batch_norm_is_rejected(tmp_path):
     result = fit(tmp_path, {}, arguments=["--sync-batchnorm"], check=False)
     assert 'Trainer(sync_batchnorm=True) does not support on_failure="continue" yet' in result.output
 
 
-def test_what_cannot_be_is_refused_at_once():
+def test_what_cannot_be_is_rejected_at_once():
     with pytest.raises(ArgumentError, match="on_failure='later' must be"):
         RingStrategy(on_failure="later")
     with pytest.raises(ArgumentError, match="min_ranks=0 is not a positive"):

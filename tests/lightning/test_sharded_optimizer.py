@@ -101,7 +101,7 @@ def test_fabric():
     assert result.values("saved") == [2, 2]
 
 
-def test_a_single_rank_refuses_what_several_would(tmp_path):
+def test_a_single_rank_rejects_what_several_would(tmp_path):
     class WithLbfgs(WithAdam):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())

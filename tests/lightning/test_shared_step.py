@@ -1,4 +1,4 @@
-"""What a step that all ranks take together refuses; what it computes is in scenarios.py."""
+"""What a step that all ranks take together rejects; what it computes is in scenarios.py."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_steps_of_an_optimizer_that_evaluates_several_times_cannot_be_skipped():
         fit(Searching(), skip_step_on=MemoryError)
 
 
-def test_an_optimizer_that_evaluates_several_times_is_refused_with_accumulation():
+def test_an_optimizer_that_evaluates_several_times_is_rejected_with_accumulation():
     class Averager:
         steps = 0
 

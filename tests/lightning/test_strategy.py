@@ -102,7 +102,7 @@ def test_alone_it_is_a_single_device():
     assert strategy.all_gather(tensor) is tensor
 
 
-def test_a_gpu_that_is_not_there_is_refused_as_lightning_does():
+def test_a_gpu_that_is_not_there_is_rejected_as_lightning_does():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(MisconfigurationException, match="No supported gpu backend found"):

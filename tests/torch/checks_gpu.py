@@ -232,7 +232,7 @@ def compiled_models():
 
 
 @check
-def a_model_on_another_device_is_refused():
+def a_model_on_another_device_is_rejected():
     if SIZE == 1:
         return
     own = nn.Linear(3, 3).to(GPU)

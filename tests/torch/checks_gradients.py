@@ -848,7 +848,7 @@ def an_older_averager_may_wait_for_the_garbage_collector_on_some_ranks() -> None
 
 
 @check_among_several
-def two_averagers_in_use_on_one_parameter_are_refused_and_named() -> None:
+def two_averagers_in_use_on_one_parameter_are_rejected_and_named() -> None:
     trunk, heads = nn.Linear(4, 4), [nn.Linear(4, 2) for _ in range(2)]
     makers = [lambda head=head: GradientAverager(nn.Sequential(trunk, head)) for head in heads]
     older, newer = [make() for make in makers]
@@ -861,7 +861,7 @@ def two_averagers_in_use_on_one_parameter_are_refused_and_named() -> None:
             assert all(name in str(error) for name in names), error
             assert "both average 0.weight and 1 more parameters" in str(error), error
         else:
-            raise AssertionError("two averagers of one parameter were not refused")
+            raise AssertionError("two averagers of one parameter were not rejected")
     older.close()
     trunk.zero_grad()
     heads[1](trunk(torch.full((1, 4), RANK + 1.0))).sum().backward()
@@ -918,7 +918,7 @@ def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 @check_among_several
-def training_on_without_the_averager_is_refused() -> None:
+def training_on_without_the_averager_is_rejected() -> None:
     for wraps in (True, False):
         for by_hand in (True, False):
             model = small_model()
@@ -1239,7 +1239,7 @@ def optimizer_looks_like_the_one_it_wraps() -> None:
     except ring.ArgumentError as error:
         assert "named_parameters lacks 1" in str(error)
     else:
-        raise AssertionError("a missing parameter was not refused")
+        raise AssertionError("a missing parameter was not rejected")
 
 
 @check
@@ -1280,7 +1280,7 @@ def lbfgs_decides_by_the_loss_of_all_ranks() -> None:
 
 
 @check_among_several
-def a_loss_that_only_some_ranks_return_is_refused() -> None:
+def a_loss_that_only_some_ranks_return_is_rejected() -> None:
     model = nn.Linear(2, 1)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     for returns, text in (("one" if RANK else None, "loss on rank"), ("two", "a loss of shape (2,)")):
@@ -1289,7 +1289,7 @@ def a_loss_that_only_some_ranks_return_is_refused() -> None:
         except ring.RingError as error:
             assert text in str(error)
         else:
-            raise AssertionError("not refused")
+            raise AssertionError("not rejected")
     assert optimizer.step(lambda: None) is None
     assert optimizer.step(lambda: torch.full((1,), float(RANK))) == (SIZE - 1) / 2
     optimizer.close()
@@ -1316,7 +1316,7 @@ def broadcast_of_parameters_and_optimizer_state() -> None:
         except ring.MismatchError as error:
             assert "number 0" in str(error)
         else:
-            raise AssertionError("different models were not refused")
+            raise AssertionError("different models were not rejected")
         try:  # "meta" stands for a GPU
             broadcast_parameters({"moved": torch.ones(2, device="meta" if RANK else "cpu")})
         except ring.MismatchError as error:
@@ -1324,7 +1324,7 @@ def broadcast_of_parameters_and_optimizer_state() -> None:
                 error
             )
         else:
-            raise AssertionError("models on different kinds of devices were not refused")
+            raise AssertionError("models on different kinds of devices were not rejected")
 
 
 @check
@@ -1348,7 +1348,7 @@ def broadcast_of_a_fused_optimizer_state_keeps_its_order_in_memory() -> None:
 
 
 @check_among_several
-def different_models_are_refused_by_name() -> None:
+def different_models_are_rejected_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if RANK == SIZE - 1 else 4))
     try:
         GradientAverager(model)
@@ -1356,7 +1356,7 @@ def different_models_are_refused_by_name() -> None:
         assert "1.weight" in str(error), error
         assert f"rank {SIZE - 1}" in str(error), error
     else:
-        raise AssertionError("different models were not refused")
+        raise AssertionError("different models were not rejected")
 
 
 @check
@@ -1529,7 +1529,7 @@ def differentiable_collectives_keep_their_order_among_independent_nodes() -> Non
 
 
 @check_among_several
-def different_results_used_by_the_ranks_are_refused() -> None:
+def different_results_used_by_the_ranks_are_rejected() -> None:
     from ring_plugins import torch as ours
 
     x = torch.ones(3, requires_grad=True)
@@ -1545,7 +1545,7 @@ def different_results_used_by_the_ranks_are_refused() -> None:
 
 
 @check
-def tensors_that_require_a_gradient_are_refused_where_it_would_be_lost() -> None:
+def tensors_that_require_a_gradient_are_rejected_where_it_would_be_lost() -> None:
     class Mine(torch.Tensor):
         pass
 
@@ -1569,7 +1569,7 @@ def tensors_that_require_a_gradient_are_refused_where_it_would_be_lost() -> None
             wrong()
         except ring.ArgumentError:
             continue
-        raise AssertionError("not refused")
+        raise AssertionError("not rejected")
 
 
 @check_on_gpus
@@ -1600,7 +1600,7 @@ def functions_on_tensors_of_gpus() -> None:
             wrong()
         except ring.ArgumentError:
             continue
-        raise AssertionError("not refused")
+        raise AssertionError("not rejected")
 
 
 @check_among_several
@@ -1816,7 +1816,7 @@ def a_step_averages_what_no_backward_has_averaged() -> None:
 
 
 @check_among_several
-def a_step_that_cannot_be_averaged_is_refused() -> None:
+def a_step_that_cannot_be_averaged_is_rejected() -> None:
     for steps_inside in (True, False):
         for wraps in (True, False):
             model = small_model()

@@ -385,7 +385,7 @@ def callbacks_that_use_the_group():
         equal(answer, make((RANK - 1) % SIZE))
 
 
-def refusals():
+def rejections():
     raises(ring.ArgumentError, "BAND", dist.all_reduce, torch.ones(1, dtype=torch.int32), dist.ReduceOp.BAND)
     whole = torch.ones(1, dtype=torch.int32)
     raises(ring.ArgumentError, "AVERAGE of dtype=int32", dist.all_reduce, whole, dist.ReduceOp.AVG)
@@ -675,7 +675,7 @@ CHECKS = [
     objects,
     works_and_futures,
     callbacks_that_use_the_group,
-    refusals,
+    rejections,
     an_error_reaches_the_waiting_caller,
     subgroups,
     distributed_data_parallel,

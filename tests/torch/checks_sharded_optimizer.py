@@ -392,7 +392,7 @@ def sparse_gradients_need_whole_tensors() -> None:
 
 
 @check
-def refused_by_name() -> None:
+def rejected_by_name() -> None:
     class Mine(torch.optim.Adam):
         pass
 
@@ -463,7 +463,7 @@ def parameters_may_move() -> None:
 
 
 @check_among_several
-def the_wrapped_optimizer_alone_is_refused() -> None:
+def the_wrapped_optimizer_alone_is_rejected() -> None:
     model = Net()
     inner = adam(groups(model))
     optimizer = DistributedOptimizer(inner, model.named_parameters(), shard=True)

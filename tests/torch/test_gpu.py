@@ -36,7 +36,7 @@ def test_on_a_card(processes, name):
 @pytest.mark.gpu
 @on_a_card
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="two ranks would not share a card here")
-def test_two_ranks_on_one_card_are_refused():
+def test_two_ranks_on_one_card_are_rejected():
     result = run_ranks(CHECKS, 2, timeout=60, check=False)
     assert "ranks 0, 1 would share the GPU" in result.output
     assert "RING_SHARE_GPU=1" in result.output

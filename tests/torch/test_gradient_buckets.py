@@ -97,7 +97,7 @@ def test_averages_reach_gradients_whose_data_a_script_has_replaced():
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("direct_bytes", [1, 1 << 20])
-def test_a_model_that_was_converted_since_is_refused(set_to_none, direct_bytes):
+def test_a_model_that_was_converted_since_is_rejected(set_to_none, direct_bytes):
     """Averages would not reach it: its gradients were views of buckets for another dtype."""
     model = nn.Linear(3, 2)
     buckets = buckets_for(*model.parameters(), sizes=BucketSizes(direct_bytes=direct_bytes))
@@ -133,7 +133,7 @@ def test_an_abandoned_pass_leaves_the_next_one_clean():
     assert weight.grad.tolist() == [3, 3]
 
 
-def test_a_parameter_on_another_device_is_refused():
+def test_a_parameter_on_another_device_is_rejected():
     with pytest.raises(ArgumentError, match="p is on cpu, but gradients are averaged on GPU 1"):
         gradient_buckets._entry("p", nn.Parameter(torch.ones(2)), 1, None)
 

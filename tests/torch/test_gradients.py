@@ -50,7 +50,7 @@ BETWEEN_HOSTS = (
     "averagers_that_were_dropped_leave_nothing_behind",
     "differentiable_collectives_against_one_process",
     "differentiable_collectives_keep_their_order_among_independent_nodes",
-    "different_results_used_by_the_ranks_are_refused",
+    "different_results_used_by_the_ranks_are_rejected",
 )
 # Checks of what registered memory must not change. Large gradients live in it, so they do not stay where they are.
 REGISTERED = (

@@ -29,7 +29,7 @@ def test_it_shares_state_and_groups_with_the_optimizer_it_wraps():
     assert len(inner.param_groups) == 2
 
 
-def test_it_refuses_what_it_cannot_do():
+def test_it_rejects_what_it_cannot_do():
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ArgumentError, match="optimizer=Linear is not a torch.optim.Optimizer"):

@@ -51,27 +51,27 @@ def test_a_tensor_with_gaps_is_filled_and_a_future_tells_when(pair):
     assert work.source_rank() == 0
 
 
-def test_another_size_is_refused(pair):
+def test_another_size_is_rejected(pair):
     pair[0].send(torch.zeros(3), 1, tag=0)
     with pytest.raises(MismatchError, match="12 bytes of float32"):
         pair[1].receive(torch.zeros(2), 0, tag=0).wait()
 
 
 @pytest.mark.parametrize("length", [3, 1 << 20])  # sent at once; offered
-@pytest.mark.parametrize("refusing", ["send", "receive"])
-def test_what_one_end_refuses_reaches_the_other(pair, refusing, length):
+@pytest.mark.parametrize("rejecting", ["send", "receive"])
+def test_what_one_end_rejects_reaches_the_other(pair, rejecting, length):
     dense, sparse = torch.zeros(length), torch.zeros(length).to_sparse()
     for waits_first in (True, False):
-        refuse, wait = (pair[0].send, pair[1].receive) if refusing == "send" else (pair[1].receive, pair[0].send)
-        to, source = (1, 0) if refusing == "send" else (0, 1)
+        reject, wait = (pair[0].send, pair[1].receive) if rejecting == "send" else (pair[1].receive, pair[0].send)
+        to, source = (1, 0) if rejecting == "send" else (0, 1)
         work = wait(dense, source, 7) if waits_first else None
         with pytest.raises(ArgumentError, match="sparse"):
-            refuse(sparse, to, 7)
+            reject(sparse, to, 7)
         work = work or wait(dense, source, 7)
-        if refusing == "receive" and length == 3:
+        if rejecting == "receive" and length == 3:
             work.wait()  # a small message needs no receiver
         else:
-            with pytest.raises(MismatchError, match=r"refused the arguments of its end of group, 0 to 1, tag 7"):
+            with pytest.raises(MismatchError, match=r"rejected the arguments of its end of group, 0 to 1, tag 7"):
                 work.wait()
     received = torch.zeros(2)
     sends = pair[0].send(torch.ones(2), 1, 7)
@@ -79,7 +79,7 @@ def test_what_one_end_refuses_reaches_the_other(pair, refusing, length):
     assert sends.wait() and received.tolist() == [1, 1]
 
 
-def test_what_both_ends_refuse_is_told_to_neither(pair):
+def test_what_both_ends_reject_is_told_to_neither(pair):
     for end, start in ((0, pair[0].send), (1, pair[1].receive)):
         with pytest.raises(ArgumentError, match="sparse"):
             start(torch.zeros(2).to_sparse(), 1 - end, 0)
@@ -90,7 +90,7 @@ def test_what_both_ends_refuse_is_told_to_neither(pair):
 
 
 @pytest.mark.parametrize(("peer", "whom"), [(0, "itself"), (2, "rank 2 of a group of 2")])
-def test_wrong_peers_are_refused(pair, peer, whom):
+def test_wrong_peers_are_rejected(pair, peer, whom):
     with pytest.raises(ArgumentError, match=f"rank 0 cannot receive from {whom}"):
         pair[0].receive(torch.zeros(1), peer, tag=0)
 

@@ -202,8 +202,8 @@ def test_ring_run_starts_such_a_job_too():
 
 
 @pytest.mark.slow
-def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
-    """One job of one launch, in which each refusal is caught: all ranks refuse alike."""
+def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
+    """One job of one launch, in which each rejection is caught: all ranks reject alike."""
     result = run_ranks(
         """
         import os, torch
@@ -214,7 +214,7 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
 
         ring.init(ranks=2, on_failure="continue")
 
-        def refused(call):
+        def rejected(call):
             try:
                 call()
             except ring.ArgumentError as error:
@@ -225,21 +225,21 @@ def test_what_does_not_survive_a_loss_is_refused_with_a_remedy():
             named = list(model.named_parameters())
             return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, **options)
 
-        def backend():  # rank 0, which has the store, is refused before the other has connected to it
+        def backend():  # rank 0, which has the store, is rejected before the other has connected to it
             import torch.distributed as dist
             dist.init_process_group("ring")
 
         from ring_plugins.torch import differentiable, GradientAverager
         report("found", {
-            "overlap": refused(lambda: optimizer(overlap=True)),
-            "autotune": refused(lambda: optimizer(autotune=True)),
-            "shard": refused(lambda: optimizer(shard=True)),
-            "sparse": refused(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
-            "backend": refused(backend),
-            "backend of the CPU": refused(lambda: torch.distributed.init_process_group("cpu:ring")),
-            "gradients": refused(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
-            "group": refused(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
-            "messages": refused(world.current().messenger),
+            "overlap": rejected(lambda: optimizer(overlap=True)),
+            "autotune": rejected(lambda: optimizer(autotune=True)),
+            "shard": rejected(lambda: optimizer(shard=True)),
+            "sparse": rejected(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),
+            "backend": rejected(backend),
+            "backend of the CPU": rejected(lambda: torch.distributed.init_process_group("cpu:ring")),
+            "gradients": rejected(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
+            "group": rejected(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
+            "messages": rejected(world.current().messenger),
         })
         optimizer().step()
         """,

@@ -1,4 +1,4 @@
-"""What one rank refuses reaches the ranks that wait for it, in process groups and averagers too."""
+"""What one rank rejects reaches the ranks that wait for it, in process groups and averagers too."""
 
 import functools
 import importlib
@@ -25,14 +25,14 @@ import ring_plugins as ring, ring_plugins.torch as rt
 from tests.worker import report
 ring.init(ranks=2)
 rank = ring.rank()
-refuses = rank == 1
+rejects = rank == 1
 
 def group():
     dist.init_process_group("ring")
     return torch.ones(4)
 
 def sparse_or(x):
-    return x.to_sparse() if refuses else x
+    return x.to_sparse() if rejects else x
 
 def reduce_sparse():
     x = group()
@@ -41,29 +41,29 @@ def reduce_sparse():
 def reduce_in_background():
     x = group()
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
-    dist.all_reduce(x.bool() if refuses else x, dist.ReduceOp.AVG, async_op=True).wait()
+    dist.all_reduce(x.bool() if rejects else x, dist.ReduceOp.AVG, async_op=True).wait()
 
 def gather_shapes():
     x = group()
-    parts = [torch.ones(4 + refuses), torch.ones(4 + refuses)]
+    parts = [torch.ones(4 + rejects), torch.ones(4 + rejects)]
     dist.all_gather(parts, x)
 
 def scatter_counts():
     x = group()
-    dist.reduce_scatter_tensor(torch.ones(3 if refuses else 2), x)
+    dist.reduce_scatter_tensor(torch.ones(3 if rejects else 2), x)
 
 def averager_argument():
-    rt.DistributedOptimizer(torch.optim.SGD(model().parameters(), 0.1), sparse="no" if refuses else "gather")
+    rt.DistributedOptimizer(torch.optim.SGD(model().parameters(), 0.1), sparse="no" if rejects else "gather")
 
 def optimizer_argument():
-    rt.DistributedOptimizer(None if refuses else torch.optim.SGD(model().parameters(), 0.1))
+    rt.DistributedOptimizer(None if rejects else torch.optim.SGD(model().parameters(), 0.1))
 
 def model():
     return torch.nn.Linear(2, 1)
 
 def averager_model():
     built = model()
-    if refuses:
+    if rejects:
         built.to("meta")
     rt.GradientAverager(built)
 
@@ -72,7 +72,7 @@ def broadcast_sparse():
 
 def loss_shape():
     averager = rt.GradientAverager(model())
-    averager.average_loss(torch.ones(2 if refuses else 1))
+    averager.average_loss(torch.ones(2 if rejects else 1))
 
 try:
     globals()[sys.argv[1]]()
@@ -80,7 +80,7 @@ try:
 except Exception as error:
     outcome = [type(error).__name__, str(error)]
 report("outcome", outcome)
-if refuses:
+if rejects:
     time.sleep(60)  # alive until rank 0 has raised, and ended the job
 else:
     os._exit(1)  # which ends the job
@@ -111,17 +111,17 @@ QUICK = "reduce_in_background", "averager_argument"
         for where in (("spawned", ""), ("torchrun", "1,1"))
     ],
 )
-def test_what_one_rank_refuses_reaches_the_other(case: str, launcher: str, nodes: str) -> None:
+def test_what_one_rank_rejects_reaches_the_other(case: str, launcher: str, nodes: str) -> None:
     env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
     result = run_ranks(SCRIPT, 2, launcher, args=[case], env=env, timeout=90, check=False)  # type: ignore[arg-type]
-    waited, refused = result.values("outcome")
-    assert refused is not None and refused[0] not in ("PeerRefused", "PeerFailed"), refused
-    assert waited is not None and waited[0] == "PeerRefused", (waited, refused)
-    assert re.match(f"rank 1 refused the arguments of ({CASES[case]}): ", waited[1]), waited
+    waited, rejected = result.values("outcome")
+    assert rejected is not None and rejected[0] not in ("PeerRejected", "PeerFailed"), rejected
+    assert waited is not None and waited[0] == "PeerRejected", (waited, rejected)
+    assert re.match(f"rank 1 rejected the arguments of ({CASES[case]}): ", waited[1]), waited
 
 
 WHOLE = torch.ones(2, dtype=torch.int64)  # which has no gradient
-#: What each function of `ring_plugins.torch` refuses.
+#: What each function of `ring_plugins.torch` rejects.
 WRONG = {
     **dict.fromkeys(["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"], WHOLE),
     "broadcast_optimizer_state": "adam",
@@ -131,12 +131,12 @@ WRONG = {
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What rank 0 of 2 refuses, and tells the other of."""
-    refused: list[str] = []
+    """What rank 0 of 2 rejects, and tells the other of."""
+    rejected: list[str] = []
 
     class Telling(SingleCommunicator):
-        def refuse(self, operation: str, error: BaseException) -> None:
-            refused.append(operation)
+        def reject(self, operation: str, error: BaseException) -> None:
+            rejected.append(operation)
 
     topology = SimpleNamespace(rank=0, size=2)
     world = SimpleNamespace(
@@ -150,10 +150,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, root):
         monkeypatch.setattr(module, "current", lambda: world)
-    return refused
+    return rejected
 
 
-def test_every_function_tells_the_other_ranks_what_it_refuses(told: list[str]) -> None:
+def test_every_function_tells_the_other_ranks_what_it_rejects(told: list[str]) -> None:
     assert sorted(WRONG) == [name for name in rt.__all__ if name.islower()]
     for name, argument in WRONG.items():
         with pytest.raises((ValueError, TypeError, AttributeError)):
@@ -161,7 +161,7 @@ def test_every_function_tells_the_other_ranks_what_it_refuses(told: list[str]) -
     assert told == list(WRONG)
 
 
-def test_a_broadcast_of_nothing_is_refused_on_all_ranks(told: list[str]) -> None:
+def test_a_broadcast_of_nothing_is_rejected_on_all_ranks(told: list[str]) -> None:
     read = torch.nn.Linear(2, 1).named_parameters()
     assert len(list(read)) == 2  # as an optimizer does that gets them before the broadcast
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())

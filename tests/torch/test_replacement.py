@@ -270,7 +270,7 @@ SCRIPT = """
             if ring.rank() == 1 and not is_new and (epoch, step) == (0, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + float(os.environ.get("TEST_PATIENCE", "20"))
-            if {"TEST_SECOND_STATE", "TEST_ORDER"} & {*os.environ} and (epoch, step) == (0, 2):  # refused at a commit
+            if {"TEST_SECOND_STATE", "TEST_ORDER"} & {*os.environ} and (epoch, step) == (0, 2):  # rejected at a commit
                 end += 60
             while len(current().world_ranks) == 1 and not slots().has_waiting() and time.monotonic() < end:
                 time.sleep(0.01)

@@ -94,7 +94,7 @@ class Evil:
         lambda key: sign(key.replace("1", "0"), '"here"', SECRET).encode(),  # another rank's value, copied
     ],
 )
-def test_what_a_stranger_writes_to_the_store_is_refused_unread(forged, tmp_path, monkeypatch):
+def test_what_a_stranger_writes_to_the_store_is_rejected_unread(forged, tmp_path, monkeypatch):
     monkeypatch.setenv("EVIL", str(tmp_path / "ran"))
     store = dist.HashStore()
     store.set("ranks/1", forged("ranks/1"))

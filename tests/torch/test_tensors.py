@@ -115,7 +115,7 @@ def test_reductions_and_types():
         (torch.ones(4, dtype=torch.complex64).conj(), r"x is conjugated or negated lazily: use x.resolve_conj\(\)"),
     ],
 )
-def test_tensors_that_are_not_plain_are_refused_by_name(x, said):
+def test_tensors_that_are_not_plain_are_rejected_by_name(x, said):
     with pytest.raises(ArgumentError, match=said):
         check_plain(x, "x", is_written=True)
 
@@ -162,7 +162,7 @@ def test_gradients_have_the_type_that_grad_dtype_says():
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch is older than 2.10")
-def test_gradients_of_any_type_are_refused():
+def test_gradients_of_any_type_are_rejected():
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad_dtype = None
     with pytest.raises(ArgumentError, match="grad_dtype of p is None"):

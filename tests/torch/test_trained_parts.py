@@ -36,7 +36,7 @@ def test_flags_modes_and_groups_are_taken_over_before_the_optimizer_loads_its_st
     assert str(ours.state_dict()) == str(theirs.state_dict())
 
 
-def test_groups_with_parameters_that_have_no_name_are_refused_with_a_remedy():
+def test_groups_with_parameters_that_have_no_name_are_rejected_with_a_remedy():
     member, joiner, nameless = network(), network(), nn.Linear(1, 1)
     theirs, ours = (torch.optim.SGD(model.parameters(), 0.1) for model in (member, joiner))
     theirs.add_param_group({"params": list(nameless.parameters())})

@@ -97,7 +97,7 @@ class TimeoutExceeded(RingError, TimeoutError):
     """An operation waited longer than RING_TIMEOUT."""
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_rejection(error: BaseException) -> bool:
     """Whether an exception that came before anything was sent is about this call: its arguments, or lack of memory.
 
     Others may be a signal handler's. A script that catches one of these may call again, and nothing is broken.

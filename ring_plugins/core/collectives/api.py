@@ -113,7 +113,7 @@ class Communicator(Protocol[M_contra]):
     def activity(self) -> Activity | None:
         """Return this rank's current or last operation; any thread may call it."""
 
-    def refuse(self, operation: str, error: BaseException) -> None:
+    def reject(self, operation: str, error: BaseException) -> None:
         """Tell the other members that this one takes no part in an operation, because of its arguments or of memory.
 
         Does nothing for an error that they raise too, and for one that they have been told.

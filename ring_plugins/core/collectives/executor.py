@@ -19,7 +19,7 @@ A function given to `start` or `run_synchronously` calls the communicator's meth
 executes at once on the thread that runs the function. So every operation passes through `run`, which also records what
 reports need: the current operation, when it began, and how long it waited for other ranks.
 
-**Failure.** After an error, `run` refuses everything that follows (see `FailureState`). An `ArgumentError` is the
+**Failure.** After an error, `run` rejects everything that follows (see `FailureState`). An `ArgumentError` is the
 exception, since it is raised before anything has been sent.
 
 **Interruption.** A signal handler may raise at any time: KeyboardInterrupt, a time limit, a notebook's stop button. So
@@ -40,20 +40,27 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, DeadlockError, MismatchError, PeerFailed, RingError, is_refusal
+from ring_plugins.core.base.errors import (
+    ArgumentError,
+    DeadlockError,
+    MismatchError,
+    PeerFailed,
+    RingError,
+    is_rejection,
+)
 from ring_plugins.core.base.threads import wait_for_event
 from ring_plugins.core.collectives.api import Activity, FailureState, Statistics
 from ring_plugins.core.collectives.background import BackgroundWork, QueueThread
 from ring_plugins.core.collectives.fingerprint import (
     Fingerprint,
-    MismatchAfterRefusal,
-    after_refusals,
+    MismatchAfterRejection,
+    after_rejections,
     current_purpose,
     for_purpose,
     purpose,
 )
 from ring_plugins.core.control.membership import MembersLost
-from ring_plugins.core.control.wait import PeerRefused, Wait
+from ring_plugins.core.control.wait import PeerRejected, Wait
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -68,7 +75,7 @@ T = TypeVar("T")
 _LET_GO = 5.0
 
 #: Set on an exception, the communicator whose members know of it.
-_TOLD = "_ring_refusal_told_in"
+_TOLD = "_ring_rejection_told_in"
 
 
 class SerialExecutor:
@@ -120,8 +127,8 @@ class SerialExecutor:
         with self._lock:
             failure, wait, statistics = self.failure, self._wait, self.statistics
             if failure.error is not None or self._is_running:
-                self._refuse_now(fingerprint.text)
-            fingerprint = after_refusals(fingerprint, wait.refused) if wait.refused else fingerprint
+                self._reject_now(fingerprint.text)
+            fingerprint = after_rejections(fingerprint, wait.rejected) if wait.rejected else fingerprint
             part_of = work.description if inside and thread and (work := thread.current) else self._synchronous
             wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
             wait.number = number = self._number_base + statistics.operations
@@ -144,7 +151,7 @@ class SerialExecutor:
                 if wait.begun or isinstance(error, RingError):
                     self.interrupt(fingerprint.text, error)
                 else:
-                    self.refuse(fingerprint.text, error)
+                    self.reject(fingerprint.text, error)
                 raise
             finally:
                 self._is_running = False
@@ -152,7 +159,7 @@ class SerialExecutor:
                 failure.check()  # a member may have overwritten the memory before it was read
             self._ended = ended = time.monotonic()
             statistics.operations += 1
-            wait.refused = 0
+            wait.rejected = 0
             statistics.working += ended - began
             waited = wait.waited_for_arrival - waited_before
             if not inside:
@@ -169,7 +176,7 @@ class SerialExecutor:
             number: equal on all members.
         """
         self._number_base = number - self.statistics.operations
-        self._wait.refused = 0
+        self._wait.rejected = 0
 
     def _record(self, kind: str, text: str, began: float, ended: float, waited: float) -> None:
         recorder.record(
@@ -200,34 +207,34 @@ class SerialExecutor:
 
     def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:
         """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
-        if isinstance(error, PeerRefused):
+        if isinstance(error, PeerRejected):
             self.interrupt(text, error)  # the others may not know
-        elif inside or not self.goes_on_after_mismatch or isinstance(error, MismatchAfterRefusal):
+        elif inside or not self.goes_on_after_mismatch or isinstance(error, MismatchAfterRejection):
             self.failure.fail(error)  # as the other members do; what is queued behind it might be matched wrongly
 
-    def refuse(self, operation: str, error: BaseException) -> None:
+    def reject(self, operation: str, error: BaseException) -> None:
         """Tell the other members that this one does not take part in its next operation, so that none waits for it.
 
         A member that waits for this one there raises, and thereby breaks the communicator; so do all if this one calls
-        again before a member has noticed. Where all members refuse the call, none waits, and all may go on. They count
-        refusals, so one that passes through several layers, each of which reports it, counts once.
+        again before a member has noticed. Where all members reject the call, none waits, and all may go on. They count
+        rejections, so one that passes through several layers, each of which reports it, counts once.
         """
-        if not is_refusal(error) or vars(error).get(_TOLD) == self._name:
+        if not is_rejection(error) or vars(error).get(_TOLD) == self._name:
             return
         vars(error)[_TOLD] = self._name
-        self._tell_refusal(operation, error)
+        self._tell_rejection(operation, error)
 
-    def _tell_refusal(self, operation: str, error: BaseException) -> None:
+    def _tell_rejection(self, operation: str, error: BaseException) -> None:
         thread = self._thread
         if thread is not None and not thread.is_current() and not thread.is_idle():
-            self._queue("refusal", lambda: self._tell_refusal(operation, error))
+            self._queue("rejection", lambda: self._tell_rejection(operation, error))
             return
         with self._lock:
-            before, self._wait.refused = self._wait.refused, self._wait.refused + 1
+            before, self._wait.rejected = self._wait.rejected, self._wait.rejected + 1
             if self._members is not None and self.failure.error is None:
-                self._members.refuse(self._number_base + self.statistics.operations, before, operation, error)
+                self._members.reject(self._number_base + self.statistics.operations, before, operation, error)
 
-    def _refuse_now(self, text: str) -> None:
+    def _reject_now(self, text: str) -> None:
         self.failure.check()
         assert self._fingerprint is not None
         raise RingError(
@@ -256,7 +263,7 @@ class SerialExecutor:
                 with purpose(needed_for) if needed_for else contextlib.nullcontext():
                     return function()
             except Exception as error:
-                self.refuse(description, error)
+                self.reject(description, error)
                 raise
 
         return self._queue(description, run)
@@ -372,13 +379,13 @@ class Members(Protocol):
     def tell(self, operation: str, cause: BaseException) -> None:
         """Make them raise in their waits and calls: `cause` ended `operation` here."""
 
-    def refuse(self, number: int, before: int, operation: str, error: BaseException) -> None:
+    def reject(self, number: int, before: int, operation: str, error: BaseException) -> None:
         """Make those raise `MismatchError` that wait for this one in the operation after the first `number`.
 
         Args:
             number: operations finished.
-            before: refusals since then.
-            operation: that this member refuses.
+            before: rejections since then.
+            operation: that this member rejects.
             error: why.
         """
 

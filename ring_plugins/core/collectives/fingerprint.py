@@ -24,8 +24,8 @@ from ring_plugins.core.base.places import described
 
 #: Arrays of one operation that its text lists; a checksum stands for the others.
 _LISTED = 3
-#: In the text of an operation that follows refused calls.
-_REFUSED = " refused call"
+#: In the text of an operation that follows rejected calls.
+_REJECTED = " rejected call"
 
 
 class Fingerprint(NamedTuple):
@@ -103,13 +103,13 @@ def for_purpose(operation: Fingerprint, text: str) -> Fingerprint:
     return _of(f"{text}: {operation.text}")
 
 
-def after_refusals(operation: Fingerprint, refusals: int) -> Fingerprint:
-    """The fingerprint of the first operation after calls that this rank refused.
+def after_rejections(operation: Fingerprint, rejections: int) -> Fingerprint:
+    """The fingerprint of the first operation after calls that this rank rejected.
 
-    It matches only if all members have refused as many. Else one that caught its error and called again would be
-    matched or not, depending on whether the others had heard of the refusal yet.
+    It matches only if all members have rejected as many. Else one that caught its error and called again would be
+    matched or not, depending on whether the others had heard of the rejection yet.
     """
-    return _of(f"{operation.text} after {refusals}{_REFUSED}{'s' if refusals > 1 else ''}")
+    return _of(f"{operation.text} after {rejections}{_REJECTED}{'s' if rejections > 1 else ''}")
 
 
 def _of(text: str) -> Fingerprint:
@@ -117,8 +117,8 @@ def _of(text: str) -> Fingerprint:
     return Fingerprint(zlib.crc32(data) << 30 | zlib.adler32(data) & 0x3FFFFFFF, text)
 
 
-class MismatchAfterRefusal(MismatchError):
-    """Ranks disagree after one of them refused a call, which ends the communicator: they count operations unequally."""
+class MismatchAfterRejection(MismatchError):
+    """Ranks disagree after one of them rejected a call, which ends the communicator: they count unequally."""
 
 
 def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> MismatchError:
@@ -144,7 +144,7 @@ def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> M
     )
     where = f" This rank is at {own_place}." if own_place else ""
     operations = {rank: text.partition("\n")[0] for rank, text in calls.items()}
-    kind = MismatchAfterRefusal if any(_REFUSED in text for text in texts) else MismatchError
+    kind = MismatchAfterRejection if any(_REJECTED in text for text in texts) else MismatchError
     return kind(
         f"ranks disagree in {communicator}: {parts}.{where} All ranks must make equal calls in the same order. "
         f"{_likely_causes(operations)}"

@@ -297,21 +297,21 @@ class HostCommunicator:
         """Do nothing: every operation starts as soon as it is called."""
         return contextlib.nullcontext()
 
-    def refuse(self, operation: str, error: BaseException) -> None:
-        self._executor.refuse(operation, error)
+    def reject(self, operation: str, error: BaseException) -> None:
+        self._executor.reject(operation, error)
 
-    def refuse_on_gpu(self, number: int, before: int, operation: str, error: BaseException) -> None:
-        """As `refuse`, for the communicator of GPUs that this one belongs to, whose hosts wait for nothing.
+    def reject_on_gpu(self, number: int, before: int, operation: str, error: BaseException) -> None:
+        """As `reject`, for the communicator of GPUs that this one belongs to, whose hosts wait for nothing.
 
         Args:
-            number, before: operations of that communicator, and calls refused since.
-            operation, error: as in `refuse`.
+            number, before: operations of that communicator, and calls rejected since.
+            operation, error: as in `reject`.
         """
-        self._members.refuse(_ON_GPU + number, before, operation, error)
+        self._members.reject(_ON_GPU + number, before, operation, error)
 
-    def refusal_on_gpu(self, number: int, before: int) -> str:
-        """Why another member refused an operation there, "" if none did."""
-        return self._members.refusal(_ON_GPU + number, before)
+    def rejection_on_gpu(self, number: int, before: int) -> str:
+        """Why another member rejected an operation there, "" if none did."""
+        return self._members.rejection(_ON_GPU + number, before)
 
     def activity(self) -> Activity | None:
         return self._executor.activity()
@@ -387,20 +387,20 @@ class _Members:
         if self._failure_detector is not None:
             self._failure_detector.break_communicator(self.key, self._text(operation, cause), self._ranks)
 
-    def refuse(self, number: int, before: int, operation: str, error: BaseException) -> None:
+    def reject(self, number: int, before: int, operation: str, error: BaseException) -> None:
         if self._failure_detector is not None:
             if isinstance(error, ArgumentError):
-                text = f"rank {self._rank} refused the arguments of {operation}: {error}"
+                text = f"rank {self._rank} rejected the arguments of {operation}: {error}"
             else:
                 reason = f"{type(error).__name__}: {error}".rstrip(": .")
                 text = f"rank {self._rank} could not take part in {operation}: {reason}."
-            self._failure_detector.refuse(self.key, number, before, text)
+            self._failure_detector.reject(self.key, number, before, text)
 
-    def refusal(self, number: int, before: int) -> str:
+    def rejection(self, number: int, before: int) -> str:
         if self._failure_detector is None:
             return ""
         others = [rank for rank in self._ranks if rank != self._rank]
-        return self._failure_detector.refusal(self.key, number, before, others)
+        return self._failure_detector.rejection(self.key, number, before, others)
 
     def withdraw(self, operation: str, cause: BaseException) -> None:
         if self.node is not None:
@@ -415,7 +415,7 @@ class _Members:
 
 
 class _Closed:
-    """Stands in for the groups of a closed communicator, whose executor refuses every call before it gets here."""
+    """Stands in for the groups of a closed communicator, whose executor rejects every call before it gets here."""
 
     def __getattr__(self, name: str) -> Any:
         return None

@@ -156,13 +156,13 @@ class Receiver:
             self._taken[link.peer, header.number] = message
             self._reply(link, Header(Kind.TAKE, header.number))
         else:
-            self._reply(link, Header(Kind.REFUSE, header.number, nbytes=len(message.data), dtype=message.dtype))
+            self._reply(link, Header(Kind.REJECT, header.number, nbytes=len(message.data), dtype=message.dtype))
 
     def _fits(self, message: Message, sender: int, header: Header) -> bool:
         if header.nbytes == len(message.data) and header.dtype == message.dtype[:24]:
             return True
         theirs = f"send({header.nbytes} bytes of {header.dtype})"
-        self._progress.finish(message, message.refused_by(sender, theirs))
+        self._progress.finish(message, message.rejected_by(sender, theirs))
         return False
 
     # Replies --------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from ring_plugins.core.base.errors import MismatchError, PeerFailed
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import mismatch
 
-#: In place of an element type: an end that refused its arguments says so with an empty message of this type.
-REFUSED_CALL = "refused arguments"
+#: In place of an element type: an end that rejected its arguments says so with an empty message of this type.
+REJECTED_CALL = "rejected arguments"
 
 
 class Group(Protocol):
@@ -101,12 +101,12 @@ class Message:
             rank,
         )
 
-    def refused_by(self, rank: int, theirs: str) -> BaseException:
+    def rejected_by(self, rank: int, theirs: str) -> BaseException:
         """The error for a message whose other end has another size or type."""
         own = self.group.ranks[self.group.rank]
-        if REFUSED_CALL in theirs and self.dtype != REFUSED_CALL:
+        if REJECTED_CALL in theirs and self.dtype != REJECTED_CALL:
             return MismatchError(
-                f"rank {rank} refused the arguments of its end of {self.name()}, and its own error says why. "
+                f"rank {rank} rejected the arguments of its end of {self.name()}, and its own error says why. "
                 f"Rank {own} waits in {self.text()}."
             )
         return mismatch(self.name(), {own: self.text(), rank: theirs})

@@ -159,7 +159,7 @@ class Sender:
                     self._progress.finish(message, message.closed_by(receiver.link.peer))
                 elif message is not None:
                     expected = f"receive({reply.nbytes} bytes of {reply.dtype})"
-                    self._progress.finish(message, message.refused_by(receiver.link.peer, expected))
+                    self._progress.finish(message, message.rejected_by(receiver.link.peer, expected))
         except Disconnected as error:
             self._lose(receiver, error)
 

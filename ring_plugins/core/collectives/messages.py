@@ -37,7 +37,7 @@ from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.message_closing import ClosedGroups
 from ring_plugins.core.collectives.message_progress import LINGER, Progress
 from ring_plugins.core.collectives.message_receiver import Receiver
-from ring_plugins.core.collectives.message_request import REFUSED_CALL, Message
+from ring_plugins.core.collectives.message_request import REJECTED_CALL, Message
 from ring_plugins.core.collectives.message_sender import Sender
 from ring_plugins.core.collectives.message_watch import Watch
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -67,7 +67,7 @@ class MessageGroup:
         messenger.join(self, addresses)
 
     def fail(self, error: BaseException) -> None:
-        """End all messages under way and refuse further ones; the failure detector calls this for another member."""
+        """End all messages under way and reject further ones; the failure detector calls this for another member."""
         self._messenger.break_group(self, error)
 
     def send(
@@ -90,13 +90,13 @@ class MessageGroup:
         """Start to receive into `data`; arguments as for `send`. A sender of None stands for any member."""
         return self._messenger.start(Message("receive", self, sender, tag, dtype, data, finished))
 
-    def refuse(self, verb: Literal["send", "receive"], peer: int, tag: int) -> None:
-        """Tell the other end that this one refused the arguments of a send or receive.
+    def reject(self, verb: Literal["send", "receive"], peer: int, tag: int) -> None:
+        """Tell the other end that this one rejected the arguments of a send or receive.
 
-        An empty message takes its place, so the other end finds another size and type. If both refuse, they match.
+        An empty message takes its place, so the other end finds another size and type. If both reject, they match.
         """
         nothing = np.empty(0, np.uint8)
-        (self.send if verb == "send" else self.receive)(nothing, REFUSED_CALL, peer, tag, lambda error: None)
+        (self.send if verb == "send" else self.receive)(nothing, REJECTED_CALL, peer, tag, lambda error: None)
 
     def wait(self, message: Message, seconds: float | None = None) -> None:
         """Help to move bytes until the message is done, or for `seconds`; it may return earlier."""
@@ -106,7 +106,7 @@ class MessageGroup:
         """Let go of a message's memory: `cause` ended the wait for it, and the script may use the memory again.
 
         A send goes on from a copy. A receive ends with an error; if its message was already on the way, that is lost
-        and all members refuse further messages of the group.
+        and all members reject further messages of the group.
         """
         self._messenger.interrupt(message, cause)
 
@@ -140,7 +140,7 @@ class Messenger:
     ) -> None:
         self.rank, self.is_used = rank, False
         self._failure_detector = failure_detector
-        #: Why groups refuse further messages, by context.
+        #: Why groups reject further messages, by context.
         self._broken: dict[int, BaseException] = {}
         self._groups: weakref.WeakValueDictionary[int, MessageGroup] = weakref.WeakValueDictionary()
         lost: dict[int, tuple[float, str]] = {}

@@ -31,7 +31,7 @@ parameters since. If their owner can make them anew (`BufferOwner`), all drop th
 
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
 operations run in the thread that calls them, also those given to `start`, and a second thread that calls one meanwhile
-is refused. All survivors then stand at the same place.
+is rejected. All survivors then stand at the same place.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class BufferOwner(Protocol):
 
 
 class _OneThreadExecutor(SerialExecutor):
-    """A `SerialExecutor` that refuses an operation while another thread is in one, of any communicator of the job."""
+    """A `SerialExecutor` that rejects an operation while another thread is in one, of any communicator of the job."""
 
     def __init__(self, name: str, wait: Wait, members: Members | None = None) -> None:
         super().__init__(name, wait, members)
@@ -141,7 +141,7 @@ class _OneThreadExecutor(SerialExecutor):
                 f"{self._name}: {operation} was called while another thread was in a collective. "
                 'on_failure="continue" needs all collectives in one thread: a loss would interrupt both.'
             )
-            self.refuse(operation, error)
+            self.reject(operation, error)
             raise error
         try:
             yield
@@ -152,7 +152,7 @@ class _OneThreadExecutor(SerialExecutor):
         """Count on as the members do that this process has joined; arguments as in `RecoveringCommunicator.renew`."""
         self._wait.renew(name, key, failure_detector)
         self.statistics.operations = operations
-        self._wait.refused = 0
+        self._wait.rejected = 0
 
 
 _CONFIRMATION = fingerprint("confirmation")

@@ -97,7 +97,7 @@ class SingleCommunicator:
     def activity(self) -> None:
         return None
 
-    def refuse(self, operation: str, error: BaseException) -> None:
+    def reject(self, operation: str, error: BaseException) -> None:
         pass
 
     def check(self) -> None:

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from operator import index
 from typing import Any
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, is_refusal
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, is_rejection
 from ring_plugins.core.collectives.api import Communicator
 
 
 @contextlib.contextmanager
-def refusals_told(communicator: Communicator[Any], operation: str) -> Iterator[None]:
-    """Tell the other members if this one takes no part in an operation; see `Communicator.refuse`."""
+def rejections_told(communicator: Communicator[Any], operation: str) -> Iterator[None]:
+    """Tell the other members if this one takes no part in an operation; see `Communicator.reject`."""
     try:
         yield
     except Exception as error:
-        communicator.refuse(operation, error)
+        communicator.reject(operation, error)
         raise
 
 
@@ -32,8 +32,8 @@ def on_all_or_none(communicator: Communicator[Any], what: str) -> Iterator[None]
     try:
         yield
     except BaseException as error:
-        if is_refusal(error):
-            communicator.refuse(what, error)
+        if is_rejection(error):
+            communicator.reject(what, error)
         elif not isinstance(error, RingError):
             communicator.interrupt(what, error)
         raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import CLOSE_SECONDS, GOODBYE, MOST_QUEUED, Channel, ControlConnection
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Refused, advance
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, advance
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import enable_keepalive
@@ -134,7 +134,7 @@ class ControlClient(Channel):
             self._selector.unregister(pending)
             pending.close()
             self._pending = None
-            self._retry(str(error), final=isinstance(error, Refused))
+            self._retry(str(error), final=isinstance(error, Rejected))
             return
         self._pending = None
         self._server = ControlConnection(0, FrameSocket(pending, Purpose.CONTROL))

@@ -272,7 +272,7 @@ class Consensus:
                 committed, frozenset(silent), frozenset(leaving), frozenset(joining), value
             )
 
-    def _receive_refused(self, sender: int, ballot: int, promised: int) -> None:
+    def _receive_rejected(self, sender: int, ballot: int, promised: int) -> None:
         self._seen = max(self._seen, promised)
         if ballot == self._ballot:
             self._ballot = 0  # and the next step begins a higher one
@@ -282,7 +282,7 @@ class Consensus:
             self._accepted = ballot, Decision.told(decision)
             self._tell(sender, "accepted", ballot=ballot)
         else:
-            self._tell(sender, "refused", ballot=ballot, promised=self._promised)
+            self._tell(sender, "rejected", ballot=ballot, promised=self._promised)
 
     def _receive_accepted(self, sender: int, ballot: int) -> None:
         if ballot == self._ballot:
@@ -320,7 +320,7 @@ class Consensus:
         if ballot is None:
             return
         if ballot <= self._promised:
-            self._tell(leader, "refused", ballot=ballot, promised=self._promised)
+            self._tell(leader, "rejected", ballot=ballot, promised=self._promised)
             return
         self._promised = ballot
         own = self._own_promise()
@@ -456,7 +456,7 @@ _BODIES: dict[str, dict[str, Callable[[Any], bool]]] = {
         "joining": _are_ranks,
         "accepted": _is_accepted,
     },
-    "refused": {"ballot": is_number, "promised": is_number},
+    "rejected": {"ballot": is_number, "promised": is_number},
     "accept": {"ballot": is_number, "decision": _is_decision},
     "accepted": {"ballot": is_number},
     "decided": {"decision": _is_decision},

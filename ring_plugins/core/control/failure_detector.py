@@ -56,8 +56,8 @@ _TOLD = 0.3
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
-#: Operations of which refusals are remembered.
-_REFUSALS = 100
+#: Operations of which rejections are remembered.
+_REJECTIONS = 100
 #: Seconds that a process takes to end after it left, including the teardown of GPU communicators.
 _EXIT = 15.0
 #: Errors by which the kernel reports that another host does not react, rather than that a process has closed its end.
@@ -118,8 +118,8 @@ class FailureDetector:
         self._communicators: weakref.WeakValueDictionary[int, Breakable] = weakref.WeakValueDictionary()
         self._broken: dict[int, PeerFailed] = {}
         self._knowing: dict[int, set[int]] = {}  # by communicator that this rank has broken
-        #: By communicator, operations finished and calls refused since: who refused the next call, and why.
-        self._refusals: dict[tuple[int, int, int], dict[int, str]] = {}
+        #: By communicator, operations finished and calls rejected since: who rejected the next call, and why.
+        self._rejections: dict[tuple[int, int, int], dict[int, str]] = {}
         self._left: dict[int, float] = {}
         self._left_here: dict[int, float] = {}
         self._departures: list[int] = []  # which rank 0 has not yet forwarded
@@ -127,7 +127,7 @@ class FailureDetector:
         channel.on("failed", lambda sender, body: self._note_failed(body))
         channel.on("exits", lambda sender, body: self._note_exit(body))
         channel.on("broken", lambda sender, body: self._note_broken(body))
-        channel.on("refused", lambda sender, body: self._note_refused(body))
+        channel.on("rejected", lambda sender, body: self._note_rejected(body))
         channel.on("knows of broken", self._note_knowing)
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
@@ -137,7 +137,7 @@ class FailureDetector:
         mesh.on("failed", lambda sender, body: self._note_failed(body), only_from_members=True)
         mesh.on("exits", lambda sender, body: self._note_exit(body), only_from_members=True)
         mesh.on("broken", lambda sender, body: self._note_broken(body), only_from_members=True)
-        mesh.on("refused", lambda sender, body: self._note_refused(body), only_from_members=True)
+        mesh.on("rejected", lambda sender, body: self._note_rejected(body), only_from_members=True)
         self.mesh = mesh
         if self._local_peers is not None:
             self._local_peers.min_ranks = 1  # the agreement counts the ranks of all hosts
@@ -237,7 +237,7 @@ class FailureDetector:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended normally and what it sent before must have arrived."""
         if self._local_peers is not None and self._local_peers.has_left(rank):
-            # Seen in shared memory, before what it has told over the channel: that it refused an operation, and why.
+            # Seen in shared memory, before what it has told over the channel: that it rejected an operation, and why.
             return time.monotonic() - self._left_here.setdefault(rank, time.monotonic()) > _TOLD
         if self.mesh is not None and self.mesh.has_left(rank):
             self._left.setdefault(rank, time.monotonic())
@@ -329,32 +329,32 @@ class FailureDetector:
                 self._channel.tell(0, "knows of broken", {"key": key, "rank": error.rank, "member": self.rank})
         self._pass_on("broken", body)
 
-    def refuse(self, key: int, number: int, before: int, text: str) -> None:
-        """Tell all ranks that this one refused the arguments of an operation.
+    def reject(self, key: int, number: int, before: int, text: str) -> None:
+        """Tell all ranks that this one rejected the arguments of an operation.
 
         Args:
             key: of the communicator, as in `watch`.
-            number, before: which operation it is: operations finished, and calls refused since.
-            text: says what was refused and why.
+            number, before: which operation it is: operations finished, and calls rejected since.
+            text: says what was rejected and why.
         """
         if os.getpid() == self._pid and self._peers_that_go_on is not None:
-            self._peers_that_go_on.own.refuse((key, number, before), text)
+            self._peers_that_go_on.own.reject((key, number, before), text)
         elif os.getpid() == self._pid:
-            self._tell("refused", {"operation": [key, number, before], "rank": self.rank, "text": text})
+            self._tell("rejected", {"operation": [key, number, before], "rank": self.rank, "text": text})
 
-    def refusal(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
-        """Why one of `missing` refused an operation, "" if none did."""
+    def rejection(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
+        """Why one of `missing` rejected an operation, "" if none did."""
         if key >= 0 and (peers := self._peers_that_go_on) is not None:
-            return next(filter(None, (peers.refusal(rank, (key, number, before)) for rank in missing)), "")
-        refusals = self._refusals.get((key, number, before)) if key >= 0 else None
-        return next((refusals[rank] for rank in missing if rank in refusals), "") if refusals else ""
+            return next(filter(None, (peers.rejection(rank, (key, number, before)) for rank in missing)), "")
+        rejections = self._rejections.get((key, number, before)) if key >= 0 else None
+        return next((rejections[rank] for rank in missing if rank in rejections), "") if rejections else ""
 
-    def _note_refused(self, body: dict[str, Any]) -> None:
+    def _note_rejected(self, body: dict[str, Any]) -> None:
         key, number, before = body["operation"]
-        self._refusals.setdefault((key, number, before), {})[self._rank_in(body)] = str(body["text"])
-        while len(self._refusals) > _REFUSALS:
-            del self._refusals[next(iter(self._refusals))]
-        self._pass_on("refused", body)
+        self._rejections.setdefault((key, number, before), {})[self._rank_in(body)] = str(body["text"])
+        while len(self._rejections) > _REJECTIONS:
+            del self._rejections[next(iter(self._rejections))]
+        self._pass_on("rejected", body)
 
     # On the monitor thread, which moves the channel -----------------------------------------------
 

@@ -10,7 +10,7 @@ lock knows that the owner is gone, and that nothing it wrote to shared memory is
 the process, not to the open file, so forked children do not inherit them. In the segment the owner writes how it ends:
 it left, or it failed, and which rank failed first and why. Peers can read it as long as they map it, also when the
 owner is gone; agreement on a loss relies on that (membership.py). In a job that goes on after losses it also has what
-would otherwise pass through rank 0, which may be lost: the operations that the owner refused, and the address of the
+would otherwise pass through rank 0, which may be lost: the operations that the owner rejected, and the address of the
 control channel if the owner takes over from rank 0.
 
 Considered and rejected: robust mutexes (set_robust_list(2)) give the same information, but depend on the layout of
@@ -36,13 +36,13 @@ RUNNING, LEFT, FAILED = 1, 2, 3
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
 _STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH, _ADMITS = range(7)
 #: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
-_MEMBERS, _CAUSE, _ADDRESS, _REFUSALS = 128, 1024, 8192, 9216
-#: Refusals that peers can still read, and bytes of each: its number from 1, the operation (three words), the length of
-#: the text, and the text.
+_MEMBERS, _CAUSE, _ADDRESS, _REJECTIONS = 128, 1024, 8192, 9216
+#: Rejections that peers can still read, and bytes of each: its number from 1, the operation (three words), the length
+#: of the text, and the text.
 _SLOTS, _SLOT = 16, 1024
 #: Two slots, for rounds of even and odd number, in which the owner tells peers something: the round, the length, and
 #: the data. Memory that is never written takes no room.
-_ROUNDS, _ROUND = _REFUSALS + _SLOTS * _SLOT, 128 * 1024
+_ROUNDS, _ROUND = _REJECTIONS + _SLOTS * _SLOT, 128 * 1024
 _NBYTES = _ROUNDS + 2 * _ROUND
 #: Ranks of a job that can decide on a view.
 MOST_MEMBERS = _CAUSE - _MEMBERS
@@ -64,9 +64,9 @@ class Liveness:
         self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
-        self._slots = segment.array[_REFUSALS:_ROUNDS].reshape(_SLOTS, _SLOT)
+        self._slots = segment.array[_REJECTIONS:_ROUNDS].reshape(_SLOTS, _SLOT)
         self._rounds = segment.array[_ROUNDS:_NBYTES].reshape(2, _ROUND)
-        self._refused, self._lock = 0, threading.Lock()
+        self._rejected, self._lock = 0, threading.Lock()
 
     @classmethod
     def create(cls, rank: int) -> Liveness:
@@ -133,7 +133,7 @@ class Liveness:
         publish()
         return tuple(np.flatnonzero(self._segment.array[_MEMBERS:_CAUSE]).tolist())
 
-    def refuse(self, operation: tuple[int, int, int], text: str) -> None:
+    def reject(self, operation: tuple[int, int, int], text: str) -> None:
         """Tell peers that this process takes no part in an operation.
 
         Args:
@@ -142,18 +142,18 @@ class Liveness:
         """
         data = np.frombuffer(text.encode()[: _SLOT - 5 * 8], dtype=np.uint8)
         with self._lock:
-            slot = self._slots[self._refused % _SLOTS]
-            self._refused += 1
+            slot = self._slots[self._rejected % _SLOTS]
+            self._rejected += 1
             words = slot[: 5 * 8].view(np.int64)
             words[0] = 0
             publish()
             words[1:5] = *operation, data.size
             slot[5 * 8 : 5 * 8 + data.size] = data
             publish()
-            words[0] = self._refused
+            words[0] = self._rejected
 
-    def refusal(self, operation: tuple[int, int, int]) -> str:
-        """Why this peer refused an operation, "" if it did not."""
+    def rejection(self, operation: tuple[int, int, int]) -> str:
+        """Why this peer rejected an operation, "" if it did not."""
         for slot in self._slots:
             words = slot[: 5 * 8].view(np.int64)
             number = int(words[0])
@@ -337,10 +337,10 @@ class LocalPeers:
         other = self.others.get(rank)
         return other.exit_status if other is not None else 0
 
-    def refusal(self, rank: int, operation: tuple[int, int, int]) -> str:
-        """Why a local peer refused an operation, "" if it did not."""
+    def rejection(self, rank: int, operation: tuple[int, int, int]) -> str:
+        """Why a local peer rejected an operation, "" if it did not."""
         other = self.others.get(rank)
-        return other.refusal(operation) if other is not None else ""
+        return other.rejection(operation) if other is not None else ""
 
     def has_ended(self, rank: int) -> bool:
         """Whether a local peer left normally and its process is gone too."""

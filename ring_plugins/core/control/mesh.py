@@ -6,7 +6,7 @@ may have given the connection up.
 
 **Idea.** Each rank has a connection to each other one, from the start, on the port where it listens for data. A thread
 reads them. So whoever is lost, all others notice by themselves, and nobody has to be found first: the agreement on who
-is left (consensus.py), failures and refusals (failure_detector.py), and the address of a new control channel travel
+is left (consensus.py), failures and rejections (failure_detector.py), and the address of a new control channel travel
 from rank to rank.
 
 **Death or silence.** Between hosts, a rank whose connection has ended is asked once more whether it listens

@@ -56,8 +56,8 @@ LONG = 1.0
 #: RING_NETWORK_TIMEOUT after which the mesh knows whether the peer is dead or silent.
 REASON = 3.0
 
-#: Seconds for which the last refusal of a rank that has left may be in flight on the control channel.
-_LAST_REFUSAL = 0.5
+#: Seconds for which the last rejection of a rank that has left may be in flight on the control channel.
+_LAST_REJECTION = 0.5
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,8 +94,8 @@ class LongWait(NamedTuple):
     on_gpu: bool = False
 
 
-class PeerRefused(MismatchError):
-    """A member refused the arguments of the operation in which this one waits for it."""
+class PeerRejected(MismatchError):
+    """A member rejected the arguments of the operation in which this one waits for it."""
 
 
 class Background(Protocol):
@@ -132,7 +132,7 @@ class Wait:
         failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
         check_construction: called in every wait while the communicator is being made; may raise.
         entered: how many have begun.
-        refused: how many calls this member has refused since.
+        rejected: how many calls this member has rejected since.
         background: its operations on another thread, None if there were none.
         caller_blocked_since: since when a caller has been blocked until this communicator finishes something, or 0.
         waited_for_arrival: seconds spent waiting for members to arrive at an operation, in waits that are over.
@@ -148,7 +148,7 @@ class Wait:
         self.check_construction: Callable[[], object] = lambda: None
         if key >= 0:
             waits_of_communicators[self.identity] = self
-        self.number = self.entered = self.refused = 0
+        self.number = self.entered = self.rejected = 0
         self._key = key
         self.background: Background | None = None
         self.caller_blocked_since = 0.0
@@ -253,7 +253,7 @@ class Wait:
                 if ready():  # the peer did arrive before it ended
                     return
                 raise
-            self._check_refusals(detector, absent, what, ready)
+            self._check_rejections(detector, absent, what, ready)
         if now - started > LONG:
             blocked_since = started if on_main else max(started, self.caller_blocked_since or now)
             long_waits[threading.get_ident()] = LongWait(
@@ -274,14 +274,14 @@ class Wait:
     def _check_members(self, detector: FailureDetector, missing: Sequence[int], what: Callable[[], str]) -> None:
         try:
             detector.check(self.identity, missing, what())
-        except PeerLeft:  # perhaps after it refused this operation and its script caught the error
-            end = time.monotonic() + _LAST_REFUSAL
+        except PeerLeft:  # perhaps after it rejected this operation and its script caught the error
+            end = time.monotonic() + _LAST_REJECTION
             while time.monotonic() < end:
-                self._check_refusals(detector, missing, what)
+                self._check_rejections(detector, missing, what)
                 time.sleep(0.01)
             raise
 
-    def _check_refusals(
+    def _check_rejections(
         self,
         detector: FailureDetector,
         absent: Sequence[int],
@@ -290,9 +290,9 @@ class Wait:
     ) -> None:
         if self._key < 0:
             return
-        refusal = detector.refusal(self._key, self.number, self.refused, absent)
-        if refusal and not ready():
-            raise PeerRefused(f"{refusal} Rank {detector.rank} waits for it in {what()}.")
+        rejection = detector.rejection(self._key, self.number, self.rejected, absent)
+        if rejection and not ready():
+            raise PeerRejected(f"{rejection} Rank {detector.rank} waits for it in {what()}.")
 
     def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
         """Raise the reason why a peer is gone instead of `error`, if it arrives in time."""
@@ -316,7 +316,7 @@ class Wait:
             self._check_failure()
             if detector is not None:
                 self._check_members(detector, [rank], what)
-                self._check_refusals(detector, [rank], what)
+                self._check_rejections(detector, [rank], what)
                 if mesh is not None and mesh.interrupts():
                     raise mesh.members_lost()
                 if mesh is None and rank in detector.lost():

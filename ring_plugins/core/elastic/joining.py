@@ -2,7 +2,7 @@
 
 1. **It starts.** `ring run` starts such a process like any rank. It runs the script from its first line, while the
    others train. Until it joins, it is a job of its own that looks like one of all slots: `rank()` is its slot, and
-   collectives that could only return what it has itself are refused. Since all run the same script, whatever it makes
+   collectives that could only return what it has itself are rejected. Since all run the same script, whatever it makes
    has its counterpart among the members.
 2. **It waits** at the place from which it can go on with the others' state (torch/training_state.py). It says so in the
    row of its slot (rendezvous/slots.py). A member that sees this tells all others in the next pass.

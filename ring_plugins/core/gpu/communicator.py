@@ -23,11 +23,11 @@ from typing import Any, Generic, TypeVar, cast
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded, is_refusal
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded, is_rejection
 from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, Statistics, Work
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_counts, check_rank
-from ring_plugins.core.control.wait import LongWait, PeerRefused, Wait
+from ring_plugins.core.control.wait import LongWait, PeerRejected, Wait
 from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import BYTES, Nccl
@@ -42,18 +42,18 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Set on an exception, the communicator whose members know of it.
-_TOLD = "_ring_refusal_told_on_gpu_in"
+_TOLD = "_ring_rejection_told_on_gpu_in"
 
 
-def _tells_refusals(collective: F) -> F:
-    """Let a method tell the other members if this one refuses its arguments, so that their GPUs do not wait for it."""
+def _tells_rejections(collective: F) -> F:
+    """Let a method tell the other members if this one rejects its arguments, so that their GPUs do not wait for it."""
 
     @functools.wraps(collective)
     def telling(self: DeviceCommunicator, *args: Any, **options: Any) -> Any:
         try:
             return collective(self, *args, **options)
         except ArgumentError as error:
-            self._tell_refusal(collective.__name__, error)
+            self._tell_rejection(collective.__name__, error)
             raise
 
     return cast("F", telling)
@@ -120,8 +120,8 @@ class DeviceCommunicator:
         self._host, self._streams, self._wait, self._driver = host, streams, wait, driver
         self._lock = threading.RLock()  # NCCL wants one thread at a time in a communicator
         self._failure = FailureState(name)
-        #: By number of operations, how many calls this member refused then.
-        self._refused: dict[int, int] = {}
+        #: By number of operations, how many calls this member rejected then.
+        self._rejected: dict[int, int] = {}
         self._group_depth = 0
         self._operation = ""
         self._scaled_after: list[tuple[DeviceMemory, float]] = []  # once the group that is open has been queued
@@ -139,7 +139,7 @@ class DeviceCommunicator:
 
     # Collectives ----------------------------------------------------------------------------------
 
-    @_tells_refusals
+    @_tells_rejections
     def all_reduce(self, memory: DeviceMemory, op: Op, codec: HalfCodec | None = None) -> None:
         check_reducible(memory.dtype, op)
         kind, operation, width = self._connection.reduction(memory.dtype, Op.SUM if op is Op.AVERAGE else op)
@@ -158,14 +158,14 @@ class DeviceCommunicator:
             for memory in memories:
                 self.all_reduce(memory, op)
 
-    @_tells_refusals
+    @_tells_rejections
     def broadcast(self, memory: DeviceMemory, root: int) -> None:
         check_rank(root, self, "root")
         with self._launch("broadcast", memory):
             if memory.size:
                 self._connection.call("ncclBroadcast", memory.pointer, memory.pointer, memory.nbytes, BYTES, root)
 
-    @_tells_refusals
+    @_tells_rejections
     def all_gather(self, mine: DeviceMemory, out: DeviceMemory, counts: Sequence[int]) -> None:
         parts = _parts(out, counts, "counts")
         with self._launch("all_gather", mine, out):
@@ -177,7 +177,7 @@ class DeviceCommunicator:
                     nbytes = count * _item_size(out)
                     self._connection.call("ncclBroadcast", mine.pointer, pointer, nbytes, BYTES, root)
 
-    @_tells_refusals
+    @_tells_rejections
     def reduce_scatter(self, full: DeviceMemory, out: DeviceMemory, counts: Sequence[int], op: Op) -> None:
         check_reducible(full.dtype, op)
         parts = _parts(full, counts, "counts")
@@ -196,7 +196,7 @@ class DeviceCommunicator:
                 if count:
                     self._connection.call("ncclReduce", pointer, out.pointer, count * width, kind, operation, root)
 
-    @_tells_refusals
+    @_tells_rejections
     def all_to_all(
         self, send: DeviceMemory, send_counts: Sequence[int], out: DeviceMemory, out_counts: Sequence[int]
     ) -> None:
@@ -208,7 +208,7 @@ class DeviceCommunicator:
                 if received:
                     self._connection.call("ncclRecv", target, received * _item_size(out), BYTES, peer)
 
-    @_tells_refusals
+    @_tells_rejections
     def send(self, memory: DeviceMemory, receiver: int) -> None:
         """Send to one member, which must call `receive` for as many bytes."""
         check_rank(receiver, self, "receiver")
@@ -216,7 +216,7 @@ class DeviceCommunicator:
             if memory.size:
                 self._connection.call("ncclSend", memory.pointer, memory.nbytes, BYTES, receiver)
 
-    @_tells_refusals
+    @_tells_rejections
     def receive(self, memory: DeviceMemory, sender: int) -> None:
         """Overwrite the memory with what one member sends."""
         check_rank(sender, self, "sender")
@@ -407,7 +407,7 @@ class DeviceCommunicator:
                 self._host.check()  # broken by a member that was interrupted
                 self._queue.poll()
                 self._connection.check()
-                self._check_refusals()
+                self._check_rejections()
                 self._queue.check_progress(departed)
             self._report_choices()
         except RingError:
@@ -441,34 +441,34 @@ class DeviceCommunicator:
         """The operation in which this rank's GPU waits, None if it has not come to any."""
         return self._queue.long_wait(self._peers)
 
-    def refuse(self, operation: str, error: BaseException) -> None:
-        self._host.refuse(operation, error)
-        if is_refusal(error):
-            self._tell_refusal(operation, error)
+    def reject(self, operation: str, error: BaseException) -> None:
+        self._host.reject(operation, error)
+        if is_rejection(error):
+            self._tell_rejection(operation, error)
 
-    def _tell_refusal(self, operation: str, error: BaseException) -> None:
+    def _tell_rejection(self, operation: str, error: BaseException) -> None:
         """Tell the members' watchdogs; once for an error that passes through several layers."""
         if vars(error).get(_TOLD) == self.name or not isinstance(self._host, HostCommunicator):
             return
         vars(error)[_TOLD] = self.name
         with self._lock:
             number = self.statistics.operations
-            before = self._refused.get(number, 0)
-            self._refused = {
+            before = self._rejected.get(number, 0)
+            self._rejected = {
                 number: before + 1,
-                **{n: m for n, m in self._refused.items() if n >= self._queue.finished},
+                **{n: m for n, m in self._rejected.items() if n >= self._queue.finished},
             }
-        self._host.refuse_on_gpu(number, before, operation, error)
+        self._host.reject_on_gpu(number, before, operation, error)
 
-    def _check_refusals(self) -> None:
-        """Raise if a member has refused an operation that this one's GPU waits in."""
+    def _check_rejections(self) -> None:
+        """Raise if a member has rejected an operation that this one's GPU waits in."""
         oldest = self._queue.oldest
         if oldest is None or not isinstance(self._host, HostCommunicator):
             return
         for number in range(self._queue.finished, oldest.number):
-            if refusal := self._host.refusal_on_gpu(number, self._refused.get(number, 0)):
+            if rejection := self._host.rejection_on_gpu(number, self._rejected.get(number, 0)):
                 own = self.ranks[self.rank]
-                error = PeerRefused(f"{refusal} The GPU of rank {own} waits for it in {self.name}: {oldest.text}.")
+                error = PeerRejected(f"{rejection} The GPU of rank {own} waits for it in {self.name}: {oldest.text}.")
                 self._host.interrupt(f"{self.name}: {oldest.text}", error)  # that member may not know
                 raise error
 

@@ -111,11 +111,11 @@ class Disconnected(Exception):
         return cls(error.strerror or str(error), error.errno or 0)
 
 
-class Refused(Disconnected):
-    """The other side refused this one's proof or claim, or failed to prove that it belongs to the job."""
+class Rejected(Disconnected):
+    """The other side rejected this one's proof or claim, or failed to prove that it belongs to the job."""
 
 
-class WrongSecret(Refused):
+class WrongSecret(Rejected):
     """The two sides do not know the same secret."""
 
 
@@ -140,13 +140,13 @@ class Handshake:
     Attributes:
         outgoing: to send now.
         missing: bytes still to be read, 0 once the handshake is over.
-        refusal: why it failed, once `outgoing` is sent.
+        rejection: why it failed, once `outgoing` is sent.
     """
 
     def __init__(self, secret: bytes, purpose: Purpose) -> None:
         self.outgoing = b""
         self.missing = 0
-        self.refusal: Refused | None = None
+        self.rejection: Rejected | None = None
         self._secret, self._purpose = secret, purpose
         self._incoming = self._expected = self._transcript = b""
 
@@ -222,11 +222,11 @@ class ClientHandshake(Handshake):
         signed, proof = message[:-_PROOF], message[-_PROOF:]
         status = signed[-1]
         if status == _Status.WRONG_SECRET:  # which carries no proof
-            self.refusal = WrongSecret("it refused this rank's secret")
+            self.rejection = WrongSecret("it rejected this rank's secret")
         elif not hmac.compare_digest(proof, self._prove(b"server", self._transcript + signed)):
-            self.refusal = WrongSecret("it did not prove that it knows the job's secret")
+            self.rejection = WrongSecret("it did not prove that it knows the job's secret")
         elif status != _Status.ACCEPTED:
-            self.refusal = Refused("it does not expect this rank, or not here")
+            self.rejection = Rejected("it does not expect this rank, or not here")
 
 
 class ServerHandshake(Handshake):
@@ -237,7 +237,7 @@ class ServerHandshake(Handshake):
         expects: returns whether to accept a proved claim.
 
     Attributes:
-        claim: of the client; not to be believed before the handshake is over without a `refusal`.
+        claim: of the client; not to be believed before the handshake is over without a `rejection`.
     """
 
     def __init__(self, secret: bytes, purpose: Purpose, expects: Callable[[Claim], bool]) -> None:
@@ -252,13 +252,13 @@ class ServerHandshake(Handshake):
         self.claim = Claim(*_CLAIM.unpack_from(message, _HEADER.size))
         result = self._header(_Kind.RESULT)
         if not hmac.compare_digest(proof, self._prove(b"client", self._transcript + signed)):
-            self.refusal = WrongSecret("it does not know the secret of this job")
+            self.rejection = WrongSecret("it does not know the secret of this job")
             self.outgoing = result + _STATUS.pack(_Status.WRONG_SECRET) + bytes(_PROOF)
             return
         if self._expects(self.claim):
             result += _STATUS.pack(_Status.ACCEPTED)
         else:
-            self.refusal = Refused("it is not expected")
+            self.rejection = Rejected("it is not expected")
             result += _STATUS.pack(_Status.UNWANTED)
         self.outgoing = result + self._prove(b"server", self._transcript + message + result)
 
@@ -269,15 +269,15 @@ def advance(connected: socket.socket, handshake: Handshake) -> bool:
     Reads no byte beyond the handshake.
 
     Raises:
-        Refused: one side rejects the other.
+        Rejected: one side rejects the other.
         Disconnected: the connection has ended, or carries something else.
     """
     try:
         while True:
             if handshake.outgoing:
                 _send_whole(connected, handshake)
-            if handshake.refusal is not None:
-                raise handshake.refusal
+            if handshake.rejection is not None:
+                raise handshake.rejection
             if not handshake.missing:
                 return True
             data = connected.recv(handshake.missing)
@@ -297,7 +297,7 @@ def _send_whole(connected: socket.socket, handshake: Handshake) -> None:
     except BlockingIOError:
         sent = 0
     except (BrokenPipeError, ConnectionResetError):
-        if handshake.missing or handshake.refusal is not None:
+        if handshake.missing or handshake.rejection is not None:
             raise
         return  # the client has left already, and may have said goodbye behind its proof
     if sent != len(data):  # a fresh connection has room for a hundred bytes
@@ -309,7 +309,7 @@ def authenticate(connected: socket.socket, handshake: Handshake, seconds: float 
 
     Raises:
         TimeoutError: it took longer than `seconds`.
-        Refused, Disconnected: see `advance`.
+        Rejected, Disconnected: see `advance`.
     """
     connected.setblocking(False)
     end = time.monotonic() + seconds
@@ -331,7 +331,7 @@ def connect(
 
     Raises:
         OSError: nothing answers there in time.
-        Refused, Disconnected: see `advance`.
+        Rejected, Disconnected: see `advance`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -343,7 +343,7 @@ def connect(
         except BaseException as error:
             connected.close()
             # An acceptor with too many unauthenticated connections drops the oldest.
-            if not isinstance(error, Disconnected) or isinstance(error, Refused) or time.monotonic() > end:
+            if not isinstance(error, Disconnected) or isinstance(error, Rejected) or time.monotonic() > end:
                 raise
         time.sleep(_RETRY)
 

@@ -29,7 +29,7 @@ from ring_plugins.core.net.auth import (
     ClientHandshake,
     Disconnected,
     Purpose,
-    Refused,
+    Rejected,
     advance,
 )
 from ring_plugins.core.net.tcp_options import configure
@@ -218,7 +218,7 @@ class Listener:
                 "between the hosts refuses connections.",
                 peer,
             )
-        if isinstance(error, Refused):
+        if isinstance(error, Rejected):
             return LaunchError(
                 f"the process that listens at {address}:{port} is not rank {peer} of this job on {host}: {error}."
             )
@@ -274,7 +274,7 @@ class _Attempt:
 
         Raises:
             OSError: the peer cannot be reached.
-            Refused, Disconnected: see `auth.advance`.
+            Rejected, Disconnected: see `auth.advance`.
         """
         if self._socket is None:
             if time.monotonic() < self._pause_until:
@@ -288,7 +288,7 @@ class _Attempt:
             self.close()
             now = time.monotonic()
             self._dropped_at = (self._dropped_at or now) if now - self._began < _HELD_UP else 0.0
-            if isinstance(error, Refused) or (self._dropped_at and now - self._dropped_at > self._patience):
+            if isinstance(error, Rejected) or (self._dropped_at and now - self._dropped_at > self._patience):
                 raise
             self._pause_until = now + _RETRY_SECONDS
             return None

@@ -10,7 +10,7 @@ item is a header of fixed size, and EAGER and DATA are followed by a message's d
                          ASK     tell if you have closed this group, now or later
                          CLOSED  the sender has closed the group, and nothing of it follows
     receiver -> sender   TAKE    send the data of this offer
-                         REFUSE  the receiver expects another size or type, given in the header
+                         REJECT  the receiver expects another size or type, given in the header
                          GONE    the receiver has closed the message's group
                          CREDIT  so many bytes of eager messages have been fetched
 
@@ -58,7 +58,7 @@ class Kind(enum.IntEnum):
     DATA = 3
     GONE = 4
     TAKE = 5
-    REFUSE = 6
+    REJECT = 6
     CREDIT = 7
     ASK = 8
     CLOSED = 9

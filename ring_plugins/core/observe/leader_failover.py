@@ -1,7 +1,7 @@
 """Who looks for stalls and deadlocks when rank 0 is lost: the lowest rank that is left, on its own control channel.
 
 In a job that goes on without ranks that are lost, rank 0 may be lost like any other, and the control channel with it.
-Little depends on that channel there: all ranks share memory, in which they see how others fail, leave and refuse
+Little depends on that channel there: all ranks share memory, in which they see how others fail, leave and reject
 operations (core/control/liveness.py). What is left is stall.py, which needs one rank that hears of all long waits.
 
 So the lowest rank that is left makes a new server, and announces its address: in its liveness segment, or, on several

@@ -57,7 +57,7 @@ _LARGEST = 64 << 20
 
 
 def check_directory(ranks: int | None) -> None:
-    """Refuse a RING_TIMELINE in which rank 0 cannot write, before the other ranks wait for it.
+    """Reject a RING_TIMELINE in which rank 0 cannot write, before the other ranks wait for it.
 
     Args:
         ranks: that `init` is asked for.

@@ -10,7 +10,7 @@ Then each message is JSON, compressed if it is long:
                      ["abort", text]                    why the job cannot start
 
 A connection that does not know the secret is closed, reported once with its address, and otherwise ignored: anyone can
-make one. A user's mistake, such as RING_SECRET set on some ranks only, is reported on both sides: the refused rank
+make one. A user's mistake, such as RING_SECRET set on some ranks only, is reported on both sides: the rejected rank
 raises an error, and rank 0 mentions refused connections while it waits.
 """
 
@@ -49,7 +49,7 @@ from ring_plugins.core.rendezvous.record import differences, own_versions
 SECONDS = 5.0
 #: Seconds after which a waiting rank logs what it waits for; the time doubles with each message.
 _FIRST_NOTICE = 10.0
-#: Connections that rank 0 keeps in addition to those of its ranks, and refused addresses that it reports.
+#: Connections that rank 0 keeps in addition to those of its ranks, and rejected addresses that it reports.
 _OTHER_CONNECTIONS, _REPORTED = 64, 20
 #: Seconds for which rank 0 sleeps at most while ranks join; local ones may wait so long until it looks whose they are.
 _POLL = 0.05
@@ -278,7 +278,7 @@ class _Server:
         self._port: int = listener.getsockname()[1]
         self._limit = size + _OTHER_CONNECTIONS
         self._joining: dict[FrameSocket, _Joining] = {}
-        self._refused: dict[str, int] = {}
+        self._rejected: dict[str, int] = {}
         self._acceptor = Acceptor(
             _key(secret),
             Purpose.BOOTSTRAP,
@@ -303,14 +303,14 @@ class _Server:
                 now = time.monotonic()
                 for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
                     self._drop(joining)
-                line.show(lambda: self._arrivals() + self._refusals())
+                line.show(lambda: self._arrivals() + self._rejections())
                 if waiting.is_over():
                     missing = [rank for rank in range(1, self._size) if rank not in self.members]
                     return (
                         f"{name_ranks(missing)} of {self._size} did not connect to rank 0 on {self._name}, port "
                         f"{self._port}, in time; {len(self.members) + 1} ranks have come{hosts_of(self._came())}. Were "
                         "the others started, and does their output say why they ended? A firewall between the hosts "
-                        f"has the same effect{self._refusals()}. {_LONGER}"
+                        f"has the same effect{self._rejections()}. {_LONGER}"
                     )
         return ""
 
@@ -377,20 +377,20 @@ class _Server:
         self._selector.unregister(joining.frames)
 
     def _note_wrong_secret(self, address: str) -> None:
-        if address not in self._refused and len(self._refused) < _REPORTED:
+        if address not in self._rejected and len(self._rejected) < _REPORTED:
             logger.warning(
                 f"rank 0 on {self._name} refused a connection from {address} that does not know this job's secret: a "
                 "rank whose RING_SECRET differs, or a process of another job."
             )
-        if address in self._refused or len(self._refused) < _REPORTED:
-            self._refused[address] = self._refused.pop(address, 0) + 1
+        if address in self._rejected or len(self._rejected) < _REPORTED:
+            self._rejected[address] = self._rejected.pop(address, 0) + 1
 
-    def _refusals(self) -> str:
-        if not self._refused:
+    def _rejections(self) -> str:
+        if not self._rejected:
             return ""
         return (
-            f"; refused {sum(self._refused.values())} connections with another secret, the last from "
-            f"{list(self._refused)[-1]} (is RING_SECRET the same on all ranks?)"
+            f"; rejected {sum(self._rejected.values())} connections with another secret, the last from "
+            f"{list(self._rejected)[-1]} (is RING_SECRET the same on all ranks?)"
         )
 
 
@@ -407,7 +407,7 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
         secret: of the job, "" for none.
 
     Raises:
-        LaunchError: it cannot be reached within RING_START_TIMEOUT seconds, or refuses this rank.
+        LaunchError: it cannot be reached within RING_START_TIMEOUT seconds, or rejects this rank.
     """
     name = socket.gethostname()
     waiting = _Waiting(f"rank {rank} on {name}")
@@ -419,7 +419,7 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
             raise LaunchError(f"rank {rank} on {name} {error}") from error
         except WrongSecret as error:
             raise LaunchError(
-                f"rank {rank} on {name} cannot join the job: rank 0 refused this rank's secret: set RING_SECRET alike "
+                f"rank {rank} on {name} cannot join the job: rank 0 rejected this rank's secret: set RING_SECRET alike "
                 f"on all ranks. Otherwise another job listens at {address}:{port}."
             ) from error
         except (OSError, Disconnected) as error:

@@ -4,7 +4,7 @@ Every launcher leaves variables in the environment. Several may have left theirs
 mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors run
 in that order, and each returns None if another launcher's variables show that it is not the innermost.
 
-A process that finds itself alone although its environment speaks of other ranks is refused: each such process would
+A process that finds itself alone although its environment speaks of other ranks is rejected: each such process would
 train a model of its own, and all would seem to succeed. So is a child of a rank, whose inherited variables claim that
 it is the rank itself.
 """
@@ -109,7 +109,7 @@ def leave(kind: str) -> None:
 
 
 def _check_that_nobody_is_missing(record: LaunchRecord, ranks: int | None) -> None:
-    """Refuse a process that no launcher seems to have started, but whose environment speaks of others.
+    """Reject a process that no launcher seems to have started, but whose environment speaks of others.
 
     Raises:
         LaunchError: the text says what is missing.
@@ -142,7 +142,7 @@ def _missing(names: tuple[str, ...]) -> list[str]:
 
 
 def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
-    """Refuse a child of a rank: the launcher's variables that it inherited are those of its parent.
+    """Reject a child of a rank: the launcher's variables that it inherited are those of its parent.
 
     Raises:
         LaunchError: a process with these variables has joined a job, and this process descends from it.

@@ -108,24 +108,24 @@ def become_launcher_shim(
             f"it. "
             'With on_failure="replace", lost ranks are then replaced by processes that start at that moment.'
         )
-    refused = f'on_failure="{on_failure}" does not work under {record.by} if'
+    rejected = f'on_failure="{on_failure}" does not work under {record.by} if'
     if world_size_if_initialized():
         raise ArgumentError(
-            f"{refused} the script initializes MPI itself, since the job's ranks start anew in init(): leave out "
+            f"{rejected} the script initializes MPI itself, since the job's ranks start anew in init(): leave out "
             f"mpi4py; or {remedy}."
         )
     try:
         check_is_original_script()
         command = spawn.command()
     except LaunchError as error:
-        raise ArgumentError(f"{refused} the script cannot start again: {error}") from error
+        raise ArgumentError(f"{rejected} the script cannot start again: {error}") from error
     names = _own_variables(record)
     pid = _launcher({name: os.environ[name] for name in names if name in os.environ})
     started = launcher_shim.start_time(pid)
     if not started:
         raise ArgumentError(
-            f"{refused} its processes are in containers of their own, where they cannot see it. Run {record.by} inside "
-            f"of one container, or start the job there with `ring run`; or {remedy}."
+            f"{rejected} its processes are in containers of their own, where they cannot see it. Run {record.by} "
+            f"inside of one container, or start the job there with `ring run`; or {remedy}."
         )
     job = _digest([os.geteuid(), pid, started, *(os.environ.get(name, "") for name in _JOB)])
     work = _digest([command, min_ranks, on_failure, max_ranks, spawn.START_DIRECTORY])

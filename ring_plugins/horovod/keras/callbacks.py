@@ -67,8 +67,8 @@ class LearningRateScheduleCallback(ring_keras.LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate for all ranks.
-        multiplier: a function of the epoch, or 1. Another number is refused: Horovod 0.28 raises it to the power of the
-            epochs since `start_epoch`, and earlier versions multiply by it.
+        multiplier: a function of the epoch, or 1. Another number is rejected: Horovod 0.28 raises it to the power of
+            the epochs since `start_epoch`, and earlier versions multiply by it.
         start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch: as for `ring_plugins.keras`'s.
 
     Raises:

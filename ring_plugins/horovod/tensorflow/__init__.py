@@ -20,7 +20,7 @@ import tensorflow as tf
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
@@ -138,13 +138,13 @@ class DistributedGradientTape:
         self._check_dtypes(present)
         settings = (self._compression, self._sparse_as_dense)
         exchange = _exchange_for({i: variable for i, (variable, _) in present.items()}, settings)
-        with refusals_told(exchange.communicator, "averaging gradients"):
+        with rejections_told(exchange.communicator, "averaging gradients"):
             averages = exchange.average(dict(enumerate(gradient for _, gradient in present.values())))
         found = {i: averages[number] for number, i in enumerate(present)}
         return tf.nest.pack_sequence_as(sources, [found.get(i) for i in range(len(tf.nest.flatten(sources)))])
 
     def _check_dtypes(self, present: dict[int, tuple[Any, Any]]) -> None:
-        """Refuse gradients of another dtype than their variable's, whose bytes the buckets would misread."""
+        """Reject gradients of another dtype than their variable's, whose bytes the buckets would misread."""
         for variable, gradient in present.values():
             expected, found = (keras_itself.backend.standardize_dtype(one.dtype) for one in (variable, gradient))
             if found != expected:

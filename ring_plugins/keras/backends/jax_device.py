@@ -32,7 +32,7 @@ from ring_plugins.core.arrays.memory import DeviceMemory, Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import refusals_told
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
@@ -140,7 +140,7 @@ class DeviceBuckets:
         Raises:
             ArgumentError: one is missing.
         """
-        with refusals_told(self._communicator, "averaging gradients"):
+        with rejections_told(self._communicator, "averaging gradients"):
             missing = [entry.name for i, entry in enumerate(self.plan.entries) if i not in gradients]
             if missing:
                 raise ArgumentError(

@@ -214,7 +214,7 @@ class HostCalls:
         return results
 
 
-def _refuse_several_devices(ctx: Any, operand: Any) -> list[Any]:
+def _reject_several_devices(ctx: Any, operand: Any) -> list[Any]:
     """Lower a value as it is, in a step that is compiled for one device; XLA's own error would have no remedy.
 
     Raises:
@@ -234,7 +234,7 @@ def _refuse_several_devices(ctx: Any, operand: Any) -> list[Any]:
 
 _on_one_device = Primitive("ring_plugins_on_one_device")
 _on_one_device.def_abstract_eval(lambda operand: operand)
-mlir.register_lowering(_on_one_device, _refuse_several_devices)
+mlir.register_lowering(_on_one_device, _reject_several_devices)
 
 
 class DeviceCalls(HostCalls):
@@ -311,7 +311,7 @@ _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 def find_target(platform: str = "cpu") -> str | None:
     """The name under which XLA knows the handler; None if this version of JAX does not have the interface."""
     name = "ring_plugins"
-    jax.default_backend()  # starts it: a handler registered before would be refused then, and the backend with it
+    jax.default_backend()  # starts it: a handler registered before would be rejected then, and the backend with it
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p)), platform=platform)
     except Exception:  # other versions of the interface may raise anything

@@ -28,7 +28,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras.backends import Settings, tensorflow_device
-from ring_plugins.keras.backends.tensorflow_xla import compiled_around, refuse_inside_xla
+from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
 from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
@@ -68,7 +68,7 @@ class Exchange:
         Raises:
             InsideXla: the function being traced will be compiled by XLA.
         """
-        refuse_inside_xla()
+        reject_inside_xla()
         sparse = [i for i, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)]
         if sparse:
             connect().refuse_to_recover("Averaging sparse gradients")
@@ -219,7 +219,7 @@ class Slices:
 
     def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
         """See the protocol. One host call for each round, so that others are still updated meanwhile."""
-        refuse_inside_xla("the update of a sharded optimizer")
+        reject_inside_xla("the update of a sharded optimizer")
         names = list(options)
         # A control dependency on the first call, whatever the rounds are: ranks compare before anything is exchanged.
         compare = capture_exceptions(functools.partial(_compare, call_weakly(self._compare), names))
@@ -427,7 +427,7 @@ def host_call_with_gradient(
     forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
 ) -> Any:
     """See the protocol."""
-    refuse_inside_xla("a synchronized BatchNormalization")
+    reject_inside_xla("a synchronized BatchNormalization")
 
     @tf.custom_gradient
     def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:

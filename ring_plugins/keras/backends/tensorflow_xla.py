@@ -28,7 +28,7 @@ class _NotOneUpdate(Exception):
     """The train step does not update exactly once with the model's optimizer."""
 
 
-def refuse_inside_xla(what: str = "optimizer.apply") -> None:
+def reject_inside_xla(what: str = "optimizer.apply") -> None:
     """Raise if a function with `jit_compile=True` is being traced. TensorFlow's own error comes late and has no remedy.
 
     Args:

@@ -16,7 +16,7 @@ def test_the_bfloat16_of_jax_is_stored_in_16_bits():
 
 
 @pytest.mark.parametrize("dtype", ["O", "U3", ">f4", "M8[s]", "f4,i4"])
-def test_unsupported_types_are_refused_with_a_remedy(dtype):
+def test_unsupported_types_are_rejected_with_a_remedy(dtype):
     with pytest.raises(ArgumentError, match=r"cannot be sent.*all_gather_object"):
         name_of(np.dtype(dtype))
 

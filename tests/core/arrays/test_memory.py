@@ -62,7 +62,7 @@ def test_memory_outlives_the_tensor_it_came_from():
         ([[1], [1, 2]], "not an array"),
     ],
 )
-def test_unsupported_memory_is_refused_by_name(x, said):
+def test_unsupported_memory_is_rejected_by_name(x, said):
     with pytest.raises(ArgumentError, match=said) as error:
         host_memory(x, "gradient")
     assert "gradient" in str(error.value) or "dtype" in str(error.value)
@@ -116,7 +116,7 @@ class Plain(torch.Tensor):
         (torch.ones(4).to_sparse(), r"cannot be read as memory: .* Pass x.to_dense\(\)"),
     ],
 )
-def test_a_tensor_without_memory_of_its_own_is_refused(x, said):
+def test_a_tensor_without_memory_of_its_own_is_rejected(x, said):
     for _ in range(2):
         with pytest.raises(ArgumentError, match=said):
             host_array(x)

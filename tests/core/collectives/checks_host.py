@@ -150,30 +150,30 @@ def read_only_memory_is_an_input_but_no_output() -> None:
     x = np.full(10, RANK, np.float32)
     x.flags.writeable = False
     assert np.all(ring.all_reduce(x, ring.MAX) == SIZE - 1)
-    refused(lambda: ring.all_reduce(x, out=x), "read-only")
+    rejected(lambda: ring.all_reduce(x, out=x), "read-only")
 
 
-def refused(call: Callable[[], object], said: str, error_type: type[ring.RingError] = ring.ArgumentError) -> None:
+def rejected(call: Callable[[], object], said: str, error_type: type[ring.RingError] = ring.ArgumentError) -> None:
     """The call raises our error that says so, and the next check still works."""
     try:
         call()
     except error_type as error:
         assert said in str(error), error
     else:
-        raise AssertionError(f"not refused: {said}")
+        raise AssertionError(f"not rejected: {said}")
 
 
 @check
-def bad_arguments_are_refused_by_name() -> None:
-    refused(lambda: ring.all_reduce(np.ones(3, np.int32)), "op=AVERAGE")
-    refused(lambda: ring.all_reduce(np.ones(3, np.complex64), ring.MIN), "no order")
-    refused(lambda: ring.all_reduce(np.array(["a"])), "dtype=")
-    refused(lambda: ring.all_reduce(object()), "cannot be sent")
-    refused(lambda: ring.all_reduce(np.ones(3), out=np.ones(4)), "out has 4")
-    refused(lambda: ring.all_reduce(np.ones(3), out=np.ones(3, np.float32)), "out has 3")
-    refused(lambda: ring.broadcast(np.ones(3), root=SIZE), f"root={SIZE}")
-    refused(lambda: ring.all_to_all(np.ones(3), [1] * (SIZE + 1)), "splits=")
-    refused(lambda: ring.reduce_scatter(np.array(1.0)), "x is 0-d")
+def bad_arguments_are_rejected_by_name() -> None:
+    rejected(lambda: ring.all_reduce(np.ones(3, np.int32)), "op=AVERAGE")
+    rejected(lambda: ring.all_reduce(np.ones(3, np.complex64), ring.MIN), "no order")
+    rejected(lambda: ring.all_reduce(np.array(["a"])), "dtype=")
+    rejected(lambda: ring.all_reduce(object()), "cannot be sent")
+    rejected(lambda: ring.all_reduce(np.ones(3), out=np.ones(4)), "out has 4")
+    rejected(lambda: ring.all_reduce(np.ones(3), out=np.ones(3, np.float32)), "out has 3")
+    rejected(lambda: ring.broadcast(np.ones(3), root=SIZE), f"root={SIZE}")
+    rejected(lambda: ring.all_to_all(np.ones(3), [1] * (SIZE + 1)), "splits=")
+    rejected(lambda: ring.reduce_scatter(np.array(1.0)), "x is 0-d")
 
 
 @check
@@ -200,9 +200,9 @@ def all_gather_uneven() -> None:
 
 
 @check
-def all_gather_of_unequal_shapes_is_refused() -> None:
+def all_gather_of_unequal_shapes_is_rejected() -> None:
     if SIZE > 1:
-        refused(lambda: ring.all_gather(np.ones((2, 3 + RANK))), "trailing dimensions", ring.MismatchError)
+        rejected(lambda: ring.all_gather(np.ones((2, 3 + RANK))), "trailing dimensions", ring.MismatchError)
 
 
 @check

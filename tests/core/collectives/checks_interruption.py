@@ -96,18 +96,18 @@ def interrupted(operation: Callable[..., object], interrupt: Callable[..., None]
             raise AssertionError("not interrupted")
         ring.barrier()
     elif RANK == 1:
-        refused(lambda: operation(communicator))
+        rejected(lambda: operation(communicator))
         ring.barrier()
     else:
         while communicator._executor.failure.error is None:  # late, and nobody waits for it in vain meanwhile
             time.sleep(0.001)
         ring.barrier()
-        refused(lambda: operation(communicator))
-    refused(lambda: communicator.all_reduce(memory(SMALL), Op.SUM))
+        rejected(lambda: operation(communicator))
+    rejected(lambda: communicator.all_reduce(memory(SMALL), Op.SUM))
     assert ring.all_reduce(np.ones(2), ring.SUM).tolist() == [3.0, 3.0]
 
 
-def refused(call: Callable[[], object]) -> None:
+def rejected(call: Callable[[], object]) -> None:
     try:
         call()
     except RingError as error:

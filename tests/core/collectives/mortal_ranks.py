@@ -21,7 +21,7 @@ class Mortal:
 
     def __init__(self, rank):
         self.rank, self.pid, self.state, self.is_dead = rank, 1000 + rank, RUNNING, False
-        self.root_cause, self.decided, self.refusals = (-1, ""), (0, ()), {}
+        self.root_cause, self.decided, self.rejections = (-1, ""), (0, ()), {}
 
     def has_died(self):
         return self.is_dead
@@ -35,11 +35,11 @@ class Mortal:
     def decision(self, view):
         return self.decided[1] if self.decided[0] == view else None
 
-    def refuse(self, operation, text):
-        self.refusals[operation] = text
+    def reject(self, operation, text):
+        self.rejections[operation] = text
 
-    def refusal(self, operation):
-        return self.refusals.get(operation, "")
+    def rejection(self, operation):
+        return self.rejections.get(operation, "")
 
     def fail(self, rank, text):
         self.root_cause, self.state = (rank, text), FAILED

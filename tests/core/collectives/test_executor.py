@@ -218,17 +218,17 @@ def test_a_signal_handler_cannot_run_an_operation_inside_another(executor):
         executor.run(OPERATION, lambda operation: executor.run(fingerprint("barrier"), thread_name))
 
 
-def test_refused_arguments_do_no_harm(executor):
-    def refuse(operation):
+def test_rejected_arguments_do_no_harm(executor):
+    def reject(operation):
         raise ArgumentError("no")
 
     with pytest.raises(ArgumentError):
-        executor.run(OPERATION, refuse)
+        executor.run(OPERATION, reject)
     assert executor.run(OPERATION, lambda operation: "fine") == "fine"
     assert executor.statistics.operations == 1
 
 
-def test_a_closed_executor_finishes_what_was_started_and_refuses_the_rest():
+def test_a_closed_executor_finishes_what_was_started_and_rejects_the_rest():
     executor, log = SerialExecutor("test", Wait("test", None)), []
     executor.start("slow", lambda: (time.sleep(0.02), log.append("slow")))
     executor.close()

@@ -246,7 +246,7 @@ def test_a_mismatch_between_hosts_names_all_ranks():
     assert all("ranks 0, 2 call broadcast(4 x float32, root 0), but ranks 1, 3 call" in str(error) for error in errors)
 
 
-def test_counts_that_do_not_fit_this_ranks_memory_are_refused_before_anything_is_sent():
+def test_counts_that_do_not_fit_this_ranks_memory_are_rejected_before_anything_is_sent():
     with simulated_communicators((0, 0)) as job:
 
         def gather(rank, communicator):
@@ -273,7 +273,7 @@ def test_the_result_of_a_reduce_scatter_may_lie_in_its_input():
 
 
 def test_ranks_in_step_have_run_equally_many_operations_wherever_they_are():
-    """Refusals and deadlocks are told by that number. The first rank is alone on its host."""
+    """Rejections and deadlocks are told by that number. The first rank is alone on its host."""
 
     def several(rank, communicator):
         buffer = communicator.allocate(64)

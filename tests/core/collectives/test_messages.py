@@ -204,7 +204,7 @@ def test_a_thousand_tags_leave_nothing_behind(pair):
 
 @pytest.mark.parametrize("count", [3, EAGER_BYTES])
 @pytest.mark.parametrize("first", ["send", "receive"])
-def test_other_sizes_and_types_are_refused_and_the_next_message_arrives(pair, count, first):
+def test_other_sizes_and_types_are_rejected_and_the_next_message_arrives(pair, count, first):
     started = {}
     for step in (first, "receive" if first == "send" else "send"):
         if step == "send":
@@ -414,7 +414,7 @@ def test_a_message_that_nobody_sends_times_out(monkeypatch):
         ends[0].receive(np.zeros(1), 1).wait()
 
 
-def test_ranks_with_another_secret_are_refused(over):
+def test_ranks_with_another_secret_are_rejected(over):
     with ranks(2, over) as ends:
         near, addresses = (range(2), []) if over == "unix" else ((), ["127.0.0.1"])
         stranger = Messenger(0, b"another", near, addresses)

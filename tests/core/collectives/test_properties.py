@@ -51,8 +51,8 @@ class Call(NamedTuple):
 @st.composite
 def calls(draw: Any) -> Call:
     dtype = draw(st.sampled_from([*INTEGERS, *FLOATS, *COMPLEX]))
-    refused = {Op.AVERAGE} if dtype in INTEGERS else {Op.MIN, Op.MAX} if dtype in COMPLEX else set()
-    ops = [op for op in Op if op not in refused]
+    rejected = {Op.AVERAGE} if dtype in INTEGERS else {Op.MIN, Op.MAX} if dtype in COMPLEX else set()
+    ops = [op for op in Op if op not in rejected]
     small = st.lists(st.integers(0, 6), max_size=3).map(tuple)
     kinds = [*KINDS, "all_reduce", "all_reduce"]  # which has the most paths
     long = st.tuples(st.sampled_from(LONG), st.sampled_from([1, 2])).map(lambda shape: shape[: shape[1]])

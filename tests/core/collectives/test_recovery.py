@@ -196,13 +196,13 @@ def test_a_work_runs_in_the_calling_thread_and_a_function_of_several_operations_
     assert on_mortal_ranks(monkeypatch, 3, run) == [expected, expected, None]
 
 
-def test_a_second_thread_is_refused_while_the_first_is_in_a_collective(monkeypatch):
-    refused = threading.Event()
+def test_a_second_thread_is_rejected_while_the_first_is_in_a_collective(monkeypatch):
+    rejected = threading.Event()
 
     def run(rank):
         one, other = rank.communicator("one"), rank.communicator("other")
         if rank.rank:
-            refused.wait(60)  # rank 0 waits for this one meanwhile
+            rejected.wait(60)  # rank 0 waits for this one meanwhile
             one.barrier()
             return None
         waiting = threading.Event()
@@ -215,7 +215,7 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_collective(monkeypat
             with pytest.raises(ArgumentError, match="other: barrier.* was called while another thread"):
                 other.barrier()
         finally:
-            refused.set()
+            rejected.set()
             first.join()
         return one.size
 

@@ -1,4 +1,4 @@
-"""A call that one rank refuses reaches the ranks that wait for it; one that all refuse or mistake ends nothing."""
+"""A call that one rank rejects reaches the ranks that wait for it; one that all reject or mistake ends nothing."""
 
 import re
 
@@ -24,7 +24,7 @@ def fails(call):
     except ring.RingError as error:
         failed.append([type(error).__name__, str(error)])
 
-# Refused by all, or seen by all: the job goes on.
+# Rejected by all, or seen by all: the job goes on.
 for _ in range(2):
     fails(lambda: ring.all_reduce(np.ones(3, np.int32)))
     fails(lambda: ring.all_reduce(np.ones(3), "sum"))
@@ -39,7 +39,7 @@ if "RING_VIRTUAL_NODES" not in os.environ:
     assert ring.all_reduce(np.ones(3), ring.SUM).tolist() == [2.0] * 3
 report("together", [name for name, _ in failed])
 failed.clear()
-# Refused by rank 1 alone, which does not end: the other one hears of it and both communicators are broken.
+# Rejected by rank 1 alone, which does not end: the other one hears of it and both communicators are broken.
 fails(lambda: ring.all_reduce(np.ones(4, np.int32 if rank else np.float32)))
 import time
 while rank and ring.core.world.current().communicator._executor.failure.error is None:
@@ -50,31 +50,31 @@ report("alone", failed)
 
 
 @pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
-def test_a_refusal_reaches_the_rank_that_waits(launcher, nodes):
+def test_a_rejection_reaches_the_rank_that_waits(launcher, nodes):
     result = run_ranks(SCRIPT, 2, launcher, env={"RING_VIRTUAL_NODES": nodes} if nodes else {}, timeout=60)
     together = ["ArgumentError"] * 4 + ["MismatchError"] * (0 if nodes else 5)
     assert result.values("together") == [together] * 2
-    (waited, again), (refused, broken) = result.values("alone")
-    told = r"rank 1 refused the arguments of all_reduce: .*op=AVERAGE.* Rank 0 waits for it in ring: all_reduce\(4"
-    assert waited[0] == "PeerRefused" and re.match(told, waited[1])
+    (waited, again), (rejected, broken) = result.values("alone")
+    told = r"rank 1 rejected the arguments of all_reduce: .*op=AVERAGE.* Rank 0 waits for it in ring: all_reduce\(4"
+    assert waited[0] == "PeerRejected" and re.match(told, waited[1])
     assert again == waited
-    assert refused[0] == "ArgumentError"
+    assert rejected[0] == "ArgumentError"
     assert broken[0] == "PeerFailed" and "rank 0 gave up all_reduce(4 x float32, average)" in broken[1]
 
 
-def test_refusals_are_counted_from_the_last_operation():
+def test_rejections_are_counted_from_the_last_operation():
     told = []
 
     class Members:
-        def refuse(self, *what):
+        def reject(self, *what):
             told.append(what[:3])
 
     executor = SerialExecutor("test", Wait("test", None), Members())
     for name in ("a", "b"):
-        executor.refuse(name, ArgumentError("no"))
+        executor.reject(name, ArgumentError("no"))
 
     executor.run(fingerprint("barrier"), lambda fingerprint: None)
-    executor.refuse("c", ArgumentError("no"))
+    executor.reject("c", ArgumentError("no"))
     assert told == [(0, 0, "a"), (0, 1, "b"), (1, 0, "c")]
 
 
@@ -90,7 +90,7 @@ if rank:
         ring.all_reduce(np.ones(4, np.int32))
     except ring.ArgumentError:
         pass
-elif WAITS_FOR_THE_CALL:  # so that this rank arrives last, and need not look for refusals
+elif WAITS_FOR_THE_CALL:  # so that this rank arrives last, and need not look for rejections
     own = ring.core.world.current().communicator._node.barriers
     while max(page[0] for page in own._others) <= own._own[0]:
         time.sleep(0.001)
@@ -105,13 +105,13 @@ report("outcomes", outcomes)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_rank_that_calls_again_after_its_own_refusal_is_never_matched(waits):
+def test_a_rank_that_calls_again_after_its_own_rejection_is_never_matched(waits):
     result = run_ranks(AGAIN.replace("WAITS_FOR_THE_CALL", str(waits)), 2, timeout=60)
     for outcomes in result.values("outcomes"):
         assert "done" not in outcomes, outcomes
     if waits:
         told = result.values("outcomes")[0][0]
-        assert "but rank 1 calls all_reduce(4 x float32, average) after 1 refused call at " in told
+        assert "but rank 1 calls all_reduce(4 x float32, average) after 1 rejected call at " in told
 
 
 LACKS_MEMORY = """
@@ -149,7 +149,7 @@ def test_a_rank_without_memory_for_the_result_tells_the_others(launcher, nodes, 
     result = run_ranks(LACKS_MEMORY.replace("CALL", f"ring.{call}"), 2, launcher, env=env, timeout=60)
     waited, lacked = result.values("outcome")
     assert lacked[0].endswith("MemoryError"), lacked
-    assert waited[0] in ("PeerRefused", "PeerFailed") and re.match(".*rank 1.*Memory", waited[1]), (
+    assert waited[0] in ("PeerRejected", "PeerFailed") and re.match(".*rank 1.*Memory", waited[1]), (
         waited,
         lacked,
     )
@@ -182,11 +182,11 @@ def test_an_interruption_between_the_halves_of_a_collective_breaks_it_on_all_ran
     assert interrupted[0] == "KeyboardInterrupt" and broken[0] == "RingError"
 
 
-def test_a_refusal_that_passes_through_several_layers_counts_once():
+def test_a_rejection_that_passes_through_several_layers_counts_once():
     told = []
 
     class Members:
-        def refuse(self, *what):
+        def reject(self, *what):
             told.append(what[:3])
 
     executor, error = SerialExecutor("test", Wait("test", None), Members()), ValueError("no")
@@ -196,7 +196,7 @@ def test_a_refusal_that_passes_through_several_layers_counts_once():
 
     with pytest.raises(ValueError, match="no"):
         executor.run(fingerprint("barrier"), raise_error)
-    executor.refuse("the caller", error)
+    executor.reject("the caller", error)
     work = executor.start("in the background", lambda: executor.run(fingerprint("all_reduce"), raise_error))
     with pytest.raises(ValueError, match="no"):
         work.wait()
@@ -204,14 +204,14 @@ def test_a_refusal_that_passes_through_several_layers_counts_once():
     assert told == [(0, 0, "barrier()")]
 
 
-def test_only_errors_of_the_call_itself_are_refusals():
+def test_only_errors_of_the_call_itself_are_rejections():
     told = []
 
     class Members:
-        def refuse(self, *what):
+        def reject(self, *what):
             told.append(type(what[-1]))
 
     executor = SerialExecutor("test", Wait("test", None), Members())
     for error in (MismatchError("all raise it"), TimeoutError(), KeyboardInterrupt(), MemoryError(), TypeError()):
-        executor.refuse("x", error)
+        executor.reject("x", error)
     assert told == [MemoryError, TypeError]

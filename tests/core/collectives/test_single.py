@@ -61,7 +61,7 @@ def test_started_work_is_done_at_once_and_keeps_its_error_for_wait():
 
 def test_roots_and_counts_are_checked_as_on_many_ranks():
     x, out = memory(1, 2), memory(0, 0)
-    for refused in (
+    for rejected in (
         lambda: SINGLE.broadcast(x, 1),
         lambda: SINGLE.broadcast_object("x", 1),
         lambda: SINGLE.all_gather(memory(1), out, [2]),
@@ -70,7 +70,7 @@ def test_roots_and_counts_are_checked_as_on_many_ranks():
         lambda: SINGLE.all_to_all(x, [1], out, [2]),
     ):
         with pytest.raises(ArgumentError, match=r"root=1|counts=\[|send_counts=\[1\]"):
-            refused()
+            rejected()
     with pytest.raises(MismatchError, match="rank 3 sends 8 bytes to rank 3, which expects 4"):
         SINGLE.all_to_all(x, [2], memory(0), [1])
     assert out.array.tolist() == [0, 0]

@@ -26,7 +26,7 @@ class Three(SingleCommunicator):
 
 
 @pytest.mark.parametrize("rank", [-1, 3, True, 1.0, "0"])
-def test_an_invalid_rank_is_refused_by_name(rank):
+def test_an_invalid_rank_is_rejected_by_name(rank):
     with pytest.raises(ArgumentError, match=rf"root={rank!r} is not a rank of three, which has 3"):
         check_rank(rank, Three())
 

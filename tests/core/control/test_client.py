@@ -58,7 +58,7 @@ def test_a_wrong_secret_delivers_nothing_and_is_logged_once(server, capsys):
     client.tell(0, "note", {"a": 1})
     assert run([server, client], lambda: client._ended)
     assert not run([server, client], lambda: bool(received or server.connected), seconds=0.2)
-    assert capsys.readouterr().err.count("without a control channel to rank 0 (it refused this rank's secret)") == 1
+    assert capsys.readouterr().err.count("without a control channel to rank 0 (it rejected this rank's secret)") == 1
     client.abandon()
 
 

@@ -48,19 +48,19 @@ def test_a_rank_that_runs_is_alive():
         assert not (peers.has_left(1) or peers.has_ended(1) or peers.has_lost_a_process())
 
 
-def test_peers_read_the_last_refusals_and_the_address_of_a_rank_also_when_it_is_gone():
+def test_peers_read_the_last_rejections_and_the_address_of_a_rank_also_when_it_is_gone():
     def behave(own):
         for number in range(20):
-            own.refuse((7, number, 0), f"refusal {number}, " + "x" * 2000)
+            own.reject((7, number, 0), f"rejection {number}, " + "x" * 2000)
         own.announce("here")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with peer(behave) as (peers, proceed):
         proceed()
-        assert peers.refusal(1, (7, 19, 0)).startswith("refusal 19, xxx")
-        assert peers.refusal(1, (7, 4, 0)).startswith("refusal 4, xxx")
-        assert not any(peers.refusal(1, operation) for operation in [(7, 3, 0), (7, 19, 1), (8, 19, 0)])
-        assert not peers.refusal(0, (7, 19, 0)) and peers.others[1].announced == "here"
+        assert peers.rejection(1, (7, 19, 0)).startswith("rejection 19, xxx")
+        assert peers.rejection(1, (7, 4, 0)).startswith("rejection 4, xxx")
+        assert not any(peers.rejection(1, operation) for operation in [(7, 3, 0), (7, 19, 1), (8, 19, 0)])
+        assert not peers.rejection(0, (7, 19, 0)) and peers.others[1].announced == "here"
 
 
 def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():

@@ -149,7 +149,7 @@ def test_only_an_expected_rank_is_accepted(channels):
     server, _ = connected(channels, 3, same_host=False)
     first = join_by_hand(server, 1)
     for rank in (0, 1, 3, -1):
-        with pytest.raises(auth.Refused, match="does not expect this rank"):
+        with pytest.raises(auth.Rejected, match="does not expect this rank"):
             join_by_hand(server, rank)
     assert server.connected == [1]
     first.close()

@@ -29,13 +29,13 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
 def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch):
     """Its supervisor starts another process then, which has another number."""
 
-    def is_refused(*_):
+    def is_rejected(*_):
         raise NotAdmitted("it is lost")
 
     candidate = SimpleNamespace(is_lost=True, withdraw=lambda view: None)
     monkeypatch.setattr(joining_between_hosts, "Candidate", lambda rank, listener: candidate)
     monkeypatch.setattr(joining_between_hosts, "_wait_for_invitation", lambda *_: (1, {}))
-    monkeypatch.setattr(joining_between_hosts, "_join_at", is_refused)
+    monkeypatch.setattr(joining_between_hosts, "_join_at", is_rejected)
     world = SimpleNamespace(
         world_rank=9,
         shard=(1, 3),

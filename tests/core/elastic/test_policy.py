@@ -1,4 +1,4 @@
-"""Where a job may go on when ranks are lost, and what is refused."""
+"""Where a job may go on when ranks are lost, and what is rejected."""
 
 import sys
 
@@ -26,14 +26,14 @@ CONTINUE = FailurePolicy(True, 1)
         (("end", 2), "min_ranks=2 needs"),
     ],
 )
-def test_a_wrong_policy_is_refused(arguments, text):
+def test_a_wrong_policy_is_rejected(arguments, text):
     with pytest.raises(ArgumentError, match=text):
         FailurePolicy.chosen(*arguments)
 
 
 @pytest.mark.parametrize("on_failure", ["end", "continue"])
 @pytest.mark.parametrize("value", ["0", "x", "-1"])
-def test_a_wrong_variable_is_refused_even_where_it_has_no_effect(monkeypatch, on_failure, value):
+def test_a_wrong_variable_is_rejected_even_where_it_has_no_effect(monkeypatch, on_failure, value):
     """As a rank that looks at it later would fail, while the others train."""
     monkeypatch.setenv("RING_MIN_RANKS", value)
     with pytest.raises(ArgumentError, match=f"RING_MIN_RANKS='?{value}'? is not a "):

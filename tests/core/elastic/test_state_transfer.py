@@ -93,7 +93,7 @@ def test_a_state_that_cannot_be_made_or_pickled_is_an_error_of_the_one_that_has_
     assert "rank 3 could not give the state of the training (ZeroDivisionError: division by zero), so" in caplog.text
 
 
-def test_values_that_cannot_be_pickled_are_refused_by_name():
+def test_values_that_cannot_be_pickled_are_rejected_by_name():
     state_transfer.check_picklable({"epoch": 0, "seen": [1]})
     with pytest.raises(ArgumentError, match=r"TrainingState\(lock=...\): a lock cannot be pickled"):
         state_transfer.check_picklable({"epoch": 0, "lock": threading.Lock()})

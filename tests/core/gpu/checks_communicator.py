@@ -138,10 +138,10 @@ report("float8", raised(lambda: communicator.all_reduce(DeviceMemory(1, 1, "floa
 load_nccl().version = 23203
 x = np.ones(3, np.float32)
 communicator.all_reduce(on_device(x), ring.SUM)
-check("after refusals", x, np.full(3, size, np.float32))
+check("after rejections", x, np.full(3, size, np.float32))
 
 # A capture keeps its memory alive, and its events are not asked about, though the watchdog asks about earlier ones. As
-# a communicator's first operation it is refused.
+# a communicator's first operation it is rejected.
 fresh = world.current().new_device_communicator("fresh", 0, streams)
 library.cuda.capturing = True
 report("captured", raised(lambda: fresh.all_reduce(on_device(x), ring.SUM), ArgumentError))

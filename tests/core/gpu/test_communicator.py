@@ -13,7 +13,7 @@ import torch
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
-from ring_plugins.core.control.wait import PeerRefused
+from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.gpu import communicator as gpu_communicator
 from ring_plugins.core.gpu import connection, nccl
 from tests.gpu_stand_in import alone
@@ -98,7 +98,7 @@ def test_a_kernel_that_waits_for_a_dead_peer_is_aborted(end, said):
     assert result.values("log") == [["abort"]]
 
 
-REFUSED = """
+REJECTED = """
     import os, time
     import numpy as np
     import ring_plugins as ring
@@ -110,13 +110,13 @@ REFUSED = """
     ring.init(ranks=int(os.environ["TEST_RANKS"]))
     library, streams = install()
     communicator = world.current().new_device_communicator("test", 0, streams)
-    refuses = ring.rank() == 1
+    rejects = ring.rank() == 1
 
     def reduce(dtype):
         x = np.ones(3, dtype)
         communicator.all_reduce(DeviceMemory(x.ctypes.data, x.size, dtype, 0, x), ring.AVERAGE)
 
-    for dtype in ("float32", "int32", "float32"):  # refused by all, which changes nothing
+    for dtype in ("float32", "int32", "float32"):  # rejected by all, which changes nothing
         try:
             reduce(dtype)
         except ring.ArgumentError:
@@ -124,7 +124,7 @@ REFUSED = """
     communicator.barrier()
     library.cuda.waits_at_once = False
     try:
-        reduce("int32" if refuses else "float32")
+        reduce("int32" if rejects else "float32")
     except ring.ArgumentError:
         pass
     try:
@@ -138,10 +138,10 @@ REFUSED = """
 
 
 @pytest.mark.slow
-def test_what_one_rank_refuses_reaches_a_gpu_that_waits_for_it():
-    (told, text), (_, broken) = run_ranks(REFUSED, 2, timeout=60, check=False).values("raised")
-    assert told == "PeerRefused"
-    assert "rank 1 refused the arguments of all_reduce: " in text
+def test_what_one_rank_rejects_reaches_a_gpu_that_waits_for_it():
+    (told, text), (_, broken) = run_ranks(REJECTED, 2, timeout=60, check=False).values("raised")
+    assert told == "PeerRejected"
+    assert "rank 1 rejected the arguments of all_reduce: " in text
     assert text.endswith("The GPU of rank 0 waits for it in test: all_reduce.")
     assert "rank 0 gave up test: all_reduce" in broken
 
@@ -329,52 +329,52 @@ def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
 
 
 class Host:
-    """The communicator of the hosts, and what another member has refused, by number and refusals before."""
+    """The communicator of the hosts, and what another member has rejected, by number and rejections before."""
 
     def __init__(self, host):
-        self.host, self.told, self.refusals, self.interrupted = host, [], {}, []
+        self.host, self.told, self.rejections, self.interrupted = host, [], {}, []
 
     def __getattr__(self, name):
         return getattr(self.host, name)
 
-    def refuse_on_gpu(self, number, before, operation, error):
+    def reject_on_gpu(self, number, before, operation, error):
         self.told.append((number, before, operation))
 
-    def refusal_on_gpu(self, number, before):
-        return self.refusals.get((number, before), "")
+    def rejection_on_gpu(self, number, before):
+        return self.rejections.get((number, before), "")
 
     def interrupt(self, operation, error):
         self.interrupted.append(operation)
 
 
-def test_refusals_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
+def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
     monkeypatch.setattr(gpu_communicator, "HostCommunicator", Host)
     communicator, library = alone()
     communicator._host = host = Host(communicator._host)
     integers = on_device(np.ones(3, np.int32))
 
-    def refuse():
+    def reject():
         with pytest.raises(ArgumentError) as caught:
             communicator.all_reduce(integers, Op.AVERAGE)
-        communicator.refuse("a layer above", caught.value)  # knows the same error
+        communicator.reject("a layer above", caught.value)  # knows the same error
 
-    refuse()
-    refuse()
+    reject()
+    reject()
     reduce(communicator)
-    refuse()
+    reject()
     assert host.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
     communicator.synchronize()
     communicator.poll([])
     done = threading.Event()
     library.cuda.waits_at_once = False
     library.cuda.streams[communicator.stream].work.put(done.wait)
-    reduce(communicator)  # the second operation, after one refused call
-    host.refusals = {(0, 0): "done since", (1, 0): "refused here too", (2, 0): "not called yet"}
+    reduce(communicator)  # the second operation, after one rejected call
+    host.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
     communicator.poll([])
     communicator.check()
-    host.refusals[1, 1] = "rank 1 refused it."
+    host.rejections[1, 1] = "rank 1 rejected it."
     communicator.poll([])
-    with pytest.raises(PeerRefused, match=r"rank 1 refused it. The GPU of rank 0 waits for it in .*: all_reduce"):
+    with pytest.raises(PeerRejected, match=r"rank 1 rejected it. The GPU of rank 0 waits for it in .*: all_reduce"):
         communicator.check()
     assert len(host.interrupted) == 1
     done.set()

@@ -90,7 +90,7 @@ class Old:
         return 0
 
 
-def test_a_library_before_2_14_is_refused():
+def test_a_library_before_2_14_is_rejected():
     with pytest.raises(DeviceError, match=r"NCCL 2.13.4 \(here\) is too old: ring_plugins needs 2.14"):
         Nccl(Old(21304), "here")
 

@@ -99,13 +99,13 @@ def test_a_wrong_secret_is_reported_with_its_address(acceptor):
         intruder.setblocking(False)
         client = ClientHandshake(b"wrong", Purpose.DATA, CLAIM)
 
-        def is_refused(_):
+        def is_rejected(_):
             try:
                 advance(intruder, client)
             except WrongSecret as error:
-                return "refused this rank's secret" in str(error)
+                return "rejected this rank's secret" in str(error)
 
-        poll(server, is_refused)
+        poll(server, is_rejected)
     assert reported == ["127.0.0.1"]
     assert server.waiting() == 0
 

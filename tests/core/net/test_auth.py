@@ -13,7 +13,7 @@ from ring_plugins.core.net.auth import (
     ClientHandshake,
     Disconnected,
     Purpose,
-    Refused,
+    Rejected,
     ServerHandshake,
     WrongSecret,
     advance,
@@ -49,22 +49,22 @@ def test_both_prove_themselves_in_three_messages_of_fixed_size():
     client, server = both()
     said, answered = exchange(client, server)
     assert is_over(client) and is_over(server)
-    assert client.refusal is None and server.refusal is None
+    assert client.rejection is None and server.rejection is None
     assert server.claim == CLAIM
     assert (len(said), len(answered)) == (75, 27 + 44)
 
 
-def test_a_wrong_secret_is_refused_on_both_sides_and_learns_nothing():
+def test_a_wrong_secret_is_rejected_on_both_sides_and_learns_nothing():
     client, server = both(secret=b"another")
     _, answered = exchange(client, server)
-    assert isinstance(server.refusal, WrongSecret) and isinstance(client.refusal, WrongSecret)
+    assert isinstance(server.rejection, WrongSecret) and isinstance(client.rejection, WrongSecret)
     assert answered[-32:] == bytes(32)  # zeros in place of a proof
 
 
-def test_a_claim_that_is_not_expected_is_refused_with_a_proof():
+def test_a_claim_that_is_not_expected_is_rejected_with_a_proof():
     client, server = both(expects=lambda claim: claim.rank != 3)
     exchange(client, server)
-    assert isinstance(client.refusal, Refused) and not isinstance(client.refusal, WrongSecret)
+    assert isinstance(client.rejection, Rejected) and not isinstance(client.rejection, WrongSecret)
 
 
 def test_a_handshake_of_another_purpose_is_rejected():
@@ -77,7 +77,7 @@ def test_a_server_that_does_not_know_the_secret_is_detected():
     client, server = both()
     client.feed(server.outgoing)
     client.feed(auth._HEADER.pack(auth.MAGIC, auth.VERSION, Purpose.DATA, 3) + b"\0" + os.urandom(32))
-    assert isinstance(client.refusal, WrongSecret)
+    assert isinstance(client.rejection, WrongSecret)
 
 
 def test_a_replayed_response_is_rejected():
@@ -85,7 +85,7 @@ def test_a_replayed_response_is_rejected():
     said, _ = exchange(client, server)
     _, again = both()
     again.feed(said)
-    assert isinstance(again.refusal, WrongSecret)
+    assert isinstance(again.rejection, WrongSecret)
 
 
 def test_a_changed_claim_or_nonce_breaks_the_proof():
@@ -95,7 +95,7 @@ def test_a_changed_claim_or_nonce_breaks_the_proof():
         response = bytearray(client.outgoing)
         response[at] ^= 1
         server.feed(bytes(response))
-        assert isinstance(server.refusal, WrongSecret), at
+        assert isinstance(server.rejection, WrongSecret), at
 
 
 def test_a_proof_cannot_be_reflected_to_its_author():
@@ -105,7 +105,7 @@ def test_a_proof_cannot_be_reflected_to_its_author():
     client.feed(server.outgoing)
     response = client.outgoing
     client.feed(auth._HEADER.pack(auth.MAGIC, auth.VERSION, Purpose.DATA, 3) + b"\0" + response[-32:])
-    assert isinstance(client.refusal, WrongSecret)
+    assert isinstance(client.rejection, WrongSecret)
 
 
 def test_another_release_is_named():
@@ -116,7 +116,7 @@ def test_another_release_is_named():
         client.feed(bytes(challenge))
 
 
-def test_20_000_random_inputs_end_in_disconnected_or_a_refusal():
+def test_20_000_random_inputs_end_in_disconnected_or_a_rejection():
     chance = random.Random(12)
     client, server = both()
     client.feed(server.outgoing)
@@ -138,7 +138,7 @@ def test_20_000_random_inputs_end_in_disconnected_or_a_refusal():
                     del data[:count]
             except Disconnected:
                 continue
-            assert handshake.missing or isinstance(handshake.refusal, WrongSecret)
+            assert handshake.missing or isinstance(handshake.rejection, WrongSecret)
 
 
 def test_no_byte_after_the_handshake_is_read():

@@ -83,13 +83,13 @@ def test_a_rank_that_has_ended_is_named(job):
         ask(low, 1, 0)
 
 
-def test_a_rank_of_another_job_is_refused(job):
+def test_a_rank_of_another_job_is_rejected(job):
     low, _ = job(2, ["one job", "another"])
-    with pytest.raises(LaunchError, match="is not rank 1 of this job on host1: it refused this rank's secret"):
+    with pytest.raises(LaunchError, match="is not rank 1 of this job on host1: it rejected this rank's secret"):
         ask(low, 1, 0)
 
 
-def test_a_wrong_rank_of_the_job_is_refused(job):
+def test_a_wrong_rank_of_the_job_is_rejected(job):
     low, _, other = job(3)
     low._peers = (low._peers[0], low._peers[2], low._peers[2])
     with pytest.raises(LaunchError, match="is not rank 1 of this job on host2: it does not expect this rank"):

@@ -79,7 +79,7 @@ def test_a_peer_is_on_this_host_if_its_end_is_in_the_table(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("why", ["no table", "user namespace"])
-def test_if_the_kernel_does_not_tell_connections_inside_the_host_are_refused(monkeypatch, why):
+def test_if_the_kernel_does_not_tell_connections_inside_the_host_are_rejected(monkeypatch, why):
     if why == "no table":
         monkeypatch.setattr(socket_owner, "_TABLES", ("/proc/none", "/proc/none6"))
         expected = "/proc/none cannot be read .*Set RING_SECRET"

@@ -135,7 +135,7 @@ def test_the_kernel_wakes_a_rank_only_when_enough_has_arrived():
         assert connected.getsockopt(tcp.socket.SOL_SOCKET, tcp.socket.SO_RCVLOWAT) == tcp._WORTH_WAKING
 
 
-def test_invalid_exchanges_are_refused():
+def test_invalid_exchanges_are_rejected():
     with transports(2) as (one, _):
         for peer in (0, 2, -1):
             with pytest.raises(ArgumentError, match=f"asked to exchange with rank {peer} of 2"):

@@ -1,4 +1,4 @@
-"""When rank 0 is lost and the job goes on, the others still hear of refusals, stalls and deadlocks."""
+"""When rank 0 is lost and the job goes on, the others still hear of rejections, stalls and deadlocks."""
 
 import json
 import re
@@ -36,15 +36,15 @@ def error(call):
 if me == 1:
     time.sleep(3)  # asleep here
 ring.all_reduce(np.ones(4))
-report("refused", error(lambda: ring.all_reduce(np.ones(3), out=np.ones(3 + (me == 2)))), me)
+report("rejected", error(lambda: ring.all_reduce(np.ones(3), out=np.ones(3 + (me == 2)))), me)
 report("deadlock", error(one.barrier if me == 1 else other.barrier), me)
 """
 
 
-def test_refusals_stalls_and_deadlocks_are_told_without_rank_0():
+def test_rejections_stalls_and_deadlocks_are_told_without_rank_0():
     result = run_ranks(START + MISTAKES, 4, env={"RING_STALL_WARNING": "1.5"}, timeout=60)
-    refused, deadlock = result.values("refused"), result.values("deadlock")
-    assert all("rank 2 refused the arguments of all_reduce: out has 4" in refused[i] for i in (0, 2)), refused
+    rejected, deadlock = result.values("rejected"), result.values("deadlock")
+    assert all("rank 2 rejected the arguments of all_reduce: out has 4" in rejected[i] for i in (0, 2)), rejected
     # Whoever hears of it first leaves the job.
     assert any(text.startswith("DeadlockError: rank ") for text in deadlock), deadlock
     said = result.output

@@ -117,7 +117,7 @@ def test_a_wrong_secret_ends_the_rank_that_has_it_and_not_the_start(capsys):
     wrong = rank(1, 2, "wrong")
     at_0, at_wrong, again, at_1 = meet(2, wrong, wrong, later(rank(1, 2, "right"), 0.3), secret="right")
     for said in (at_wrong, again):
-        assert "rank 0 refused this rank's secret: set RING_SECRET alike on all ranks" in said
+        assert "rank 0 rejected this rank's secret: set RING_SECRET alike on all ranks" in said
     assert capsys.readouterr().err.count("refused a connection from 127.0.0.1 that does not know this job's") == 1
     assert [at_0.rank, at_1.rank] == [0, 1]
     for one in (at_0, at_1):
@@ -125,10 +125,10 @@ def test_a_wrong_secret_ends_the_rank_that_has_it_and_not_the_start(capsys):
 
 
 @pytest.mark.usefixtures("patience")
-def test_rank_0_mentions_refused_connections_while_it_waits(capsys, monkeypatch):
+def test_rank_0_mentions_rejected_connections_while_it_waits(capsys, monkeypatch):
     monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.3)
     at_0, _, _ = meet(2, rank(1, 2, "wrong"), rank(1, 2, ""), secret="right")
-    expected = "refused 2 connections with another secret, the last from 127.0.0.1 (is RING_SECRET the same on all"
+    expected = "rejected 2 connections with another secret, the last from 127.0.0.1 (is RING_SECRET the same on all"
     assert expected in at_0
     said = capsys.readouterr().err
     assert "rank 1 to connect to port" in said and expected in said
@@ -366,7 +366,7 @@ def test_rank_0_sends_many_similar_payloads_in_a_tenth_of_their_bytes():
 @pytest.mark.parametrize(
     "data", [b"z", b"zz", b"z" + bytes(50), bootstrap._ZLIB + b"\x78\x01 not deflate", b"", b"\xff"]
 )
-def test_what_is_not_a_message_of_rank_0_is_refused(data):
+def test_what_is_not_a_message_of_rank_0_is_rejected(data):
     with pytest.raises(Disconnected):
         bootstrap._unpack(data)
 

@@ -85,7 +85,7 @@ HALF_SET = [
 
 @pytest.mark.parametrize("wanted", [None, 2])
 @pytest.mark.parametrize(("environment", "said"), HALF_SET)
-def test_a_half_set_rendezvous_is_refused(environment, said, wanted, monkeypatch):
+def test_a_half_set_rendezvous_is_rejected(environment, said, wanted, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=said) as caught:
@@ -102,7 +102,7 @@ def test_a_half_set_rendezvous_is_refused(environment, said, wanted, monkeypatch
     "environment",
     [IN_SALLOC, {**IN_SALLOC, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}],
 )
-def test_an_allocation_without_srun_is_refused(environment, monkeypatch):
+def test_an_allocation_without_srun_is_rejected(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=r"SLURM allocated 8 tasks .* srun did not start it"):
@@ -121,7 +121,7 @@ def test_an_allocation_without_srun_is_refused(environment, monkeypatch):
         {"SLURM_JOB_ID": "77"},
     ],
 )
-def test_a_process_that_is_alone_anyway_is_not_refused(environment, monkeypatch):
+def test_a_process_that_is_alone_anyway_is_not_rejected(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launch.connect(None, 0).size == 1

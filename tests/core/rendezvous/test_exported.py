@@ -55,7 +55,7 @@ def test_torch_finds_the_job_in_the_environment(launcher):
     assert result.values("torch") == result.values("ring") == [[0, 2], [1, 2]]
     assert result.values("local") == [["0", "2"], ["1", "2"]]
     assert result.values("left") == [[], []]
-    if launcher == "spawned":  # mpirun's own variables say that the child is that rank, so it is refused
+    if launcher == "spawned":  # mpirun's own variables say that the child is that rank, so it is rejected
         assert result.values("child") == ["1"]
 
 

@@ -20,7 +20,7 @@ def test_different_versions_are_named_with_ranks_and_hosts():
     assert "rank 8 on host8 and 2 more. Install" in text and "Python" not in text
 
 
-def test_an_integer_is_read_or_refused_by_name(monkeypatch):
+def test_an_integer_is_read_or_rejected_by_name(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "")
     assert (integer("RANK"), integer("WORLD_SIZE"), integer("NOT_SET_AT_ALL")) == (3, None, None)

@@ -178,48 +178,48 @@ def test_a_job_of_one_rank_and_a_script_that_has_initialized_mpi():
     assert result.returncode and "the script initializes MPI itself" in result.output
 
 
-def refused(record, match, on_failure="continue"):
+def rejected(record, match, on_failure="continue"):
     with pytest.raises(ArgumentError, match=match):
         shim_setup.become_launcher_shim(record, 1, on_failure, 0, "leave it out")
 
 
-def test_what_cannot_work_is_refused(monkeypatch):
+def test_what_cannot_work_is_rejected(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("became a shim"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     one_host = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 4)
     several = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 2)
     with monkeypatch.context() as without:
         without.setenv("RING_SHARED_MEMORY", "0")
-        refused(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
+        rejected(several, r"\"replace\" does not work under mpirun \(Open MPI\) if it does not start", "replace")
     with monkeypatch.context() as kept:
         kept.setenv("RING_STANDBYS", "1")
-        refused(
+        rejected(
             several, r"RING_STANDBYS=1 does not work under mpirun \(Open MPI\) on several hosts.*unset it", "replace"
         )
     with monkeypatch.context() as strangers:
         strangers.setattr(shim_setup, "why_users_are_unknown", lambda: "all users show as this one")
-        refused(
+        rejected(
             one_host, r"work under mpirun \(Open MPI\) here, since all users show as this one: a stranger could pose"
         )
-    refused(
+    rejected(
         LaunchRecord("mpi", "MPI", 1), "work under MPI if it does not start all ranks on this host. It works on one"
     )
-    refused(LaunchRecord("rendezvous", "the variables RANK", 1, 4, 1, 4), "ranks on this host. .*; or leave it out")
+    rejected(LaunchRecord("rendezvous", "the variables RANK", 1, 4, 1, 4), "ranks on this host. .*; or leave it out")
     monkeypatch.setattr(shim_setup, "world_size_if_initialized", lambda: 4)
-    refused(one_host, "if the script initializes MPI itself")
+    rejected(one_host, "if the script initializes MPI itself")
     monkeypatch.setattr(shim_setup, "world_size_if_initialized", lambda: 0)
     monkeypatch.setattr(sys, "orig_argv", ["python"])
-    refused(one_host, "cannot start again: .* standard input")
+    rejected(one_host, "cannot start again: .* standard input")
     monkeypatch.setattr(spawn, "command", lambda: ["python", "train.py"])
     monkeypatch.setattr(shim_setup, "_launcher", lambda own: 0)
-    refused(one_host, "containers of their own")
-    refused(several, "containers of their own")
-    refused(several, "containers of their own", "replace")
-    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own", "replace")
+    rejected(one_host, "containers of their own")
+    rejected(several, "containers of their own")
+    rejected(several, "containers of their own", "replace")
+    rejected(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own", "replace")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
-    refused(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own")  # as far as any other here
+    rejected(LaunchRecord("mpi", "mpirun (PMIx)", 1, 4, 1), "containers of their own")  # as far as any other here
     monkeypatch.setenv("RING_VIRTUAL_NODES", "2")
-    refused(one_host, "unset RING_VIRTUAL_NODES")
+    rejected(one_host, "unset RING_VIRTUAL_NODES")
 
 
 def test_processes_that_meet_on_several_hosts_learn_where_each_is(monkeypatch):

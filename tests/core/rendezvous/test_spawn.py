@@ -71,7 +71,7 @@ def test_a_child_that_ends_early_is_named_with_its_end():
         SharedMemoryRendezvous(segment, 0, 2, [child]).gather("here")
 
 
-def test_a_payload_that_does_not_fit_is_refused():
+def test_a_payload_that_does_not_fit_is_rejected():
     with pytest.raises(LaunchError, match="start-up record of rank 0 is 9002 bytes"):
         rendezvous(1)[0].gather("x" * 9000)
 
@@ -227,7 +227,7 @@ def test_spawned_ranks_get_the_same_arguments_and_code(tmp_path):
     run_ranks(script, 1, "spawned")
 
 
-def test_the_variable_of_a_spawned_rank_without_its_file_is_refused(monkeypatch, tmp_path):
+def test_the_variable_of_a_spawned_rank_without_its_file_is_rejected(monkeypatch, tmp_path):
     """Another file under the same number could be mapped, too, and would be overwritten."""
     with open(tmp_path / "file", "w+b") as other:
         other.truncate(SharedMemoryRendezvous.nbytes(2))

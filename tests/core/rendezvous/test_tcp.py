@@ -75,7 +75,7 @@ def test_a_store_of_the_scripts_own_needs_no_address(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [b"", b"29500", b"x y z", b"0 y z", b"99999999999 y z", b"1 \xff z", b"1 2 3 4"])
-def test_a_forged_address_in_the_store_is_refused(value):
+def test_a_forged_address_in_the_store_is_rejected(value):
     with pytest.raises(LaunchError, match="something other than rank 0's address"):
         tcp._read_bootstrap(value)
 
@@ -102,7 +102,7 @@ def test_a_framework_that_is_not_installed_is_named(monkeypatch):
 
 @pytest.mark.parametrize("port", ["0", "", "99999"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_number_that_is_no_port_is_refused(rank, port, monkeypatch):
+def test_a_number_that_is_no_port_is_rejected(rank, port, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", port)
     monkeypatch.setattr(tcp, "_provider", None)
     with pytest.raises(LaunchError, match=rf"MASTER_PORT={port or 0} is no port at which rank {rank} of 2 could meet"):

@@ -139,7 +139,7 @@ def test_gradients_are_scaled_without_rounding_the_factor():
     assert abs(ratios.mean() - 1) < 2e-4
 
 
-def test_a_jax_without_the_interface_is_refused(monkeypatch):
+def test_a_jax_without_the_interface_is_rejected(monkeypatch):
     pytest.importorskip("jax")
     from ring_plugins.core.base.errors import ArgumentError
     from ring_plugins.core.collectives.single import SingleCommunicator
@@ -169,7 +169,7 @@ def test_memory_that_xla_has_moved_ends_the_job(step):
     assert "is out of step with the other ranks" in step.xla.errors[1]
 
 
-def test_a_missing_gradient_is_refused(step):
+def test_a_missing_gradient_is_rejected(step):
     import jax
 
     from ring_plugins.core.base.errors import ArgumentError
@@ -253,7 +253,7 @@ try:
         averaging_of(optimizer).exchange.buckets._communicator.check()
         time.sleep(0.05)
 except Exception as error:
-    report("refused", str(error))
+    report("rejected", str(error))
 """
 )
 
@@ -264,8 +264,8 @@ def check_equality(**more):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
     assert {tuple(entry) for entry in result.values("seen")[0]} == {("DeviceBuckets", 3)}
-    assert "no gradient for variable 1" in result.values("refused")[1]
-    assert result.values("refused")[0].startswith("rank 1 refused the arguments of averaging gradients")
+    assert "no gradient for variable 1" in result.values("rejected")[1]
+    assert result.values("rejected")[0].startswith("rank 1 rejected the arguments of averaging gradients")
     return result
 
 

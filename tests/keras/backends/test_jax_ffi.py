@@ -100,7 +100,7 @@ for compiled, operand in ((jax.jit(step), divided), (jax.pmap(step), x)):
 """
 
 
-def test_a_step_on_several_devices_of_a_process_is_refused_with_the_remedy():
+def test_a_step_on_several_devices_of_a_process_is_rejected_with_the_remedy():
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-c", SEVERAL_DEVICES]

@@ -89,7 +89,7 @@ try:
     optimizer.apply(gradients, variables)
 except Exception as error:
     from ring_plugins.keras.job import restored
-    report("refused", str(restored(error)))
+    report("rejected", str(restored(error)))
 """
 )
 
@@ -102,8 +102,8 @@ def check_equality(**more):
     assert max(result.values("bias")) < 2e-4
     kinds = {tuple(entry) for entry in result.values("seen")[0]}
     assert kinds == {("DeviceBuckets", 3)}
-    assert "has no gradient" in result.values("refused")[0]
-    assert "has a gradient" in result.values("refused")[1]
+    assert "has no gradient" in result.values("rejected")[0]
+    assert "has a gradient" in result.values("rejected")[1]
     return result
 
 

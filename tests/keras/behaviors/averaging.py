@@ -359,7 +359,7 @@ def inside_xla() -> Any:
         return loss
 
     x = tf.fill((4, 5), 1.0 + ring.rank())
-    refused = error_of(lambda: tf.function(step, jit_compile=True)(x))
+    rejected = error_of(lambda: tf.function(step, jit_compile=True)(x))
     nested = error_of(lambda: tf.function(lambda x: 2.0 * tf.function(step, autograph=False)(x), jit_compile=True)(x))
     tf.function(step)(x)  # the ranks are still synchronized
     import warnings
@@ -370,7 +370,7 @@ def inside_xla() -> Any:
         warnings.simplefilter("always")
         fit(model, [BroadcastCallback()])
     return {
-        "refused": refused, "nested": nested, "found": np.ravel(layer.get_weights()[0]).tolist(),
+        "rejected": rejected, "nested": nested, "found": np.ravel(layer.get_weights()[0]).tolist(),
         "said": [str(w.message) for w in caught if "without XLA" in str(w.message)],
         "weights": [value.tolist() for value in model.get_weights()],
     }  # fmt: skip

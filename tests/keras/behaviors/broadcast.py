@@ -76,13 +76,13 @@ def broadcasts_of_what_is_not_built() -> Any:
     called = Part()
     called(np.ones((1, 4)))
     lacking = [keras.Sequential([layers.Dense(1), layers.Dropout(0.5)]), Part()]
-    refused = [error_of(functools.partial(broadcast_variables, model)) for model in lacking]
+    rejected = [error_of(functools.partial(broadcast_variables, model)) for model in lacking]
     nothing = [NeverCalled(), Wrapping(), called, keras.Sequential([keras.Input((2,)), layers.Activation("relu")])]
     for model in nothing:
         model.compile(optimizer="adam", loss="mse")
         broadcast_variables(model)
     weights = [keras.ops.convert_to_numpy(weight).tolist() for model in nothing for weight in model.weights]
-    return {"refused": refused, "weights": weights}
+    return {"rejected": rejected, "weights": weights}
 
 
 @behavior

@@ -99,8 +99,8 @@ def arrays_of_other_kinds() -> Any:
         {"seed": -1}, {"seed": None}, {"seed": "x"}, {"shuffle": "yes"}, {"shuffle": -5}, {"batch_size": 2.5},
         {"batch_size": "8"}, {"batch_size": None}, {"batch_size": True},
     )  # fmt: skip
-    refused = [error_of(functools.partial(shard, data)) for data in lists]
-    return found, refused + [error_of(functools.partial(shard, x, **{"batch_size": 1, **one})) for one in options]
+    rejected = [error_of(functools.partial(shard, data)) for data in lists]
+    return found, rejected + [error_of(functools.partial(shard, x, **{"batch_size": 1, **one})) for one in options]
 
 
 @behavior
@@ -242,7 +242,7 @@ def orders_with_steps_per_epoch() -> Any:
 
 @behavior
 def orders_after_a_join() -> Any:
-    """Rank 0 has trained, and rank 1 goes on with its orders: what both take then, and what rank 1 refuses."""
+    """Rank 0 has trained, and rank 1 goes on with its orders: what both take then, and what rank 1 rejects."""
     import torch
 
     numbers = torch.utils.data.TensorDataset(torch.arange(16))

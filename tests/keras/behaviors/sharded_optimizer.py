@@ -1,4 +1,4 @@
-"""Sharded optimizers: what a rank keeps, files, custom loops, and what is refused."""
+"""Sharded optimizers: what a rank keeps, files, custom loops, and what is rejected."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def own_loop_of_a_sharded_optimizer() -> Any:
 
 @behavior
 def state_that_only_the_root_has_loaded() -> Any:
-    """`broadcast_variables` divides the root's state; weights that differ are refused without it."""
+    """`broadcast_variables` divides the root's state; weights that differ are rejected without it."""
     model = adam()
     fit(model, shard_optimizer=False)
     store: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def state_that_only_the_root_has_loaded() -> Any:
 
 
 @behavior
-def refused_by_a_sharded_optimizer() -> Any:
+def rejected_by_a_sharded_optimizer() -> Any:
     """Optimizers that look at whole tensors; options that differ; formats that ask the optimizer for its variables."""
 
     def different_rate() -> None:

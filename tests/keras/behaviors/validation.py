@@ -48,7 +48,7 @@ def one_rank_stops() -> Any:
 
 
 @behavior
-def refusals() -> Any:
+def rejections() -> Any:
     x, y = features(1, 4)
     rows = 16 if ring.rank() == 0 else 8
     found = {
@@ -88,7 +88,7 @@ def refusals() -> Any:
 
 
 @behavior
-def refusal_of_a_strategy() -> Any:
+def rejection_of_a_strategy() -> Any:
     import tensorflow as tf
 
     with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
@@ -97,7 +97,7 @@ def refusal_of_a_strategy() -> Any:
 
 
 @behavior
-def refusal_of_a_distribution() -> Any:
+def rejection_of_a_distribution() -> Any:
     model = dense(momentum())
     placed = keras.distribution.distribution
     keras.distribution.distribution = lambda: keras.distribution.DataParallel.__new__(keras.distribution.DataParallel)
@@ -108,7 +108,7 @@ def refusal_of_a_distribution() -> Any:
 
 
 @behavior
-def refusal_of_ddp() -> Any:
+def rejection_of_ddp() -> Any:
     model = dense(momentum())
     object.__setattr__(model, "ddp_model", model)
     return error_of(lambda: fit(model, [BroadcastCallback()]))
