@@ -9,8 +9,10 @@ collectives are counted: a barrier and the loss for the log are less than the gr
 whose ranks have begun equal may average seldom, so it gets as many steps as a plain loop. If it takes fewer, rank 0
 says at the end that nothing was averaged.
 
-`init` starts the watch once torch is loaded, `broadcast_parameters` starts it again, and the first sign of
-averaging ends it.
+Training may begin with averages and go on without, as where a script copies a model (deepcopy) and gives the copy an
+optimizer of its own. So once an averager has averaged, rank 0 warns if none does in many steps.
+
+`init` starts the watch once torch is loaded, and `broadcast_parameters` starts it again.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from ring_plugins.import_watch import ImportWatch, has_finished
 
 #: Optimizer steps within which the ranks should have communicated. Several, since gradients may be accumulated.
 _STEPS = 20
+#: The same for a job that has averaged: an inner loop may adapt a copy of a model.
+_LATER_STEPS = 100
 #: Packages that count processes by themselves, with what lets them find the ranks. The first that takes part in a step
 #: is named.
 _LIBRARIES = {
@@ -44,6 +48,8 @@ _LIBRARIES = {
         "Import ring_plugins.lightning, and pass strategy='ring' to the Trainer or to Fabric",
     ),
 }
+#: Those of them that look for the variables of a launcher, or for a process group of torch.
+_BY_VARIABLES = ("transformers", "accelerate")
 #: Communicators of the public functions: scripts log with them, too.
 _PUBLIC = ("ring", "ring on GPUs")
 #: Seconds within which rank 0 hears that another rank waits for it.
@@ -93,7 +99,7 @@ class _Watch:
     """Counts the steps of a job's optimizers until it is certain whether anything averages."""
 
     def __init__(self, world: World, starts_equal: bool = False) -> None:
-        self._world, self._steps, self._is_over = weakref.ref(world), 0, False
+        self._world, self._steps, self._is_over, self._averages = weakref.ref(world), 0, False, False
         self._before: dict[str, int] = {}
         self._moved, self._size = 0, 1  # elements, since the last step and of the model
         self._starts_equal, self._began, self._library = starts_equal, 0.0, ""
@@ -108,12 +114,20 @@ class _Watch:
         if self._is_over:
             return
         self._steps += 1
+        if self._averages and self._steps % _LATER_STEPS:
+            return
         world = self._world()
         if world is None or not world.is_mine():
             self._is_over = True
             return
         operations = {activity.communicator: activity.number for activity in world.activities()}
         others = {name: number for name, number in operations.items() if name not in _PUBLIC}
+        if self._averages:
+            if others == self._before:
+                self._is_over = True
+                self._warn(world, _LATER_STEPS)
+            self._before = others
+            return
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._size = max(self._size, sum(p.numel() for p in trained))
         has_moved_all, self._moved = self._moved >= self._size, 0
@@ -122,9 +136,10 @@ class _Watch:
             self._starts_equal = self._starts_equal or has_moved_all
             return
         self._library = self._library or _library_alone()
-        connected = _is_connected_otherwise() and self._library not in ("transformers", "accelerate")
-        is_averaged = has_moved_all or others != self._before
-        if is_averaged or connected or _others_wait(world, self._began):
+        connected = _is_connected_otherwise() and self._library not in _BY_VARIABLES
+        if others != self._before and not connected:
+            self._averages, self._before, self._library = True, others, ""
+        elif has_moved_all or connected or _others_wait(world, self._began):
             self._is_over = True
         elif self._steps == _STEPS or (self._library and not self._starts_equal):
             self._name(world, bool(operations))
@@ -138,10 +153,17 @@ class _Watch:
             logger.warning(f"{self._alone('each rank')}")
 
     def _alone(self, who: str) -> str:
+        world, remedy = self._world(), _LIBRARIES[self._library]
+        if world is not None and world.heals and self._library in _BY_VARIABLES:
+            remedy = (
+                "With on_failure='continue' or 'replace' it cannot find them, since the number of ranks may change: "
+                "use on_failure='end', or a loop with ring_plugins.torch.DistributedOptimizer"
+            )
         return (
             f"{who} trains by itself: {self._library} has found no other process, and has taken {self._steps} steps "
-            f"without averaging. {_LIBRARIES[self._library]}. If each rank is to train a model of its own, set "
-            f"{config.WEIGHT_CHECK.name}=0."
+            f"without averaging. {remedy}. If each rank is to train a model of its own, set "
+            f"{config.WEIGHT_CHECK.name}=0; if ranks that have begun equal are to average now and then, call "
+            "ring_plugins.torch.broadcast_parameters(model) before."
         )
 
     def _name(self, world: World, is_used: bool) -> None:
@@ -156,9 +178,13 @@ class _Watch:
             if own.rank == 0 and _others_wait(world, self._began, _HEARD):
                 return
             raise LaunchError(self._alone(f"rank {own.rank} of {own.size}"))
-        if own.rank == 0 and is_used:  # else core/observe/unused.py names the job
+        if is_used:  # else core/observe/unused.py names the job
+            self._warn(world, _STEPS)
+
+    def _warn(self, world: World, steps: int) -> None:
+        if world.topology.rank == 0:
             logger.warning(
-                f"no gradient has been averaged in {_STEPS} steps of an optimizer: each rank trains by itself. Wrap "
+                f"no gradient has been averaged in {steps} steps of an optimizer: each rank trains by itself. Wrap "
                 "the optimizer in ring_plugins.torch.DistributedOptimizer. If each rank is to train a model of its "
                 f"own, set {config.WEIGHT_CHECK.name}=0."
             )
@@ -212,7 +238,7 @@ def _library_alone() -> str:
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     packages = {str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames}
     library = next((name for name in _LIBRARIES if name in packages), "")
-    if library in ("transformers", "accelerate"):
+    if library in _BY_VARIABLES:
         accelerate: Any = sys.modules.get("accelerate")
         return library if accelerate is None or accelerate.PartialState().num_processes == 1 else ""
     # Strategies, whose methods take part in a step, have a world size if they are for several processes.

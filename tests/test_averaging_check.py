@@ -18,6 +18,7 @@ class Job:
 
     topology = SimpleNamespace(size=2, rank=0)
     failure_detector = None
+    heals = False
 
     def __init__(self, is_unused=False, communicator="gradients", others_wait=False):
         self.operations, self.is_unused, self.communicator = 0, is_unused, communicator
@@ -99,6 +100,26 @@ def test_a_library_that_counts_processes_is_stopped_at_once_if_it_found_none(wat
         called_by(library, lambda: steps(2))
     assert remedy in str(caught.value) and "RING_WEIGHT_CHECK=0" in str(caught.value)
     steps(30)  # it is said once
+
+
+@pytest.mark.parametrize(("library", "remedy"), [("accelerate", "on_failure='end'"), ("lightning", "strategy='ring'")])
+def test_the_remedy_fits_a_job_that_goes_on_after_losses(watched, library, remedy):
+    job = Job(is_unused=True)
+    job.heals = True
+    watched(job)
+    with pytest.raises(LaunchError, match=remedy):
+        called_by(library, lambda: steps(2))
+
+
+def test_what_trains_alone_after_steps_with_averages_is_told_once(watched):
+    warnings = watched(job := Job())
+    steps(50, job)
+    steps(120)  # an inner loop, perhaps
+    steps(60, job)
+    assert warnings == []
+    steps(400)
+    (warning,) = warnings
+    assert "no gradient has been averaged in 100 steps" in warning
 
 
 def test_accelerate_may_have_connected_the_ranks_and_train_alone(watched, monkeypatch):
