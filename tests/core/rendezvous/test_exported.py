@@ -123,3 +123,24 @@ def test_a_strategy_of_tensorflow_finds_all_ranks():
     result = run_ranks(STRATEGY, 2, "spawned", timeout=120, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
     assert result.values("sum") == [2, 2]
     assert "without communicating" not in result.stderr
+
+
+JAX = """
+import os
+import ring_plugins as ring
+from tests.worker import report
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+import jax
+jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", ring.size(), ring.rank())
+from jax.experimental import multihost_utils
+report("of JAX", float(multihost_utils.process_allgather(jax.numpy.ones(1)).sum()))
+report("ours", float(ring.all_reduce(1.0, ring.SUM)))
+"""
+
+
+@pytest.mark.slow
+def test_jax_connects_the_ranks_as_the_documentation_says():
+    pytest.importorskip("jax")
+    result = run_ranks(JAX, 2, "spawned", timeout=120)
+    assert result.values("of JAX") == result.values("ours") == [2.0, 2.0]
