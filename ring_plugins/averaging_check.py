@@ -154,7 +154,7 @@ class _Watch:
 
     def _alone(self, who: str) -> str:
         world, remedy = self._world(), _LIBRARIES[self._library]
-        if world is not None and world.heals and self._library in _BY_VARIABLES:
+        if world is not None and world.recovers and self._library in _BY_VARIABLES:
             remedy = (
                 "With on_failure='continue' or 'replace' it cannot find them, since the number of ranks may change: "
                 "use on_failure='end', or a loop with ring_plugins.torch.DistributedOptimizer"

@@ -18,7 +18,7 @@ class Job:
 
     topology = SimpleNamespace(size=2, rank=0)
     failure_detector = None
-    heals = False
+    recovers = False
 
     def __init__(self, is_unused=False, communicator="gradients", others_wait=False):
         self.operations, self.is_unused, self.communicator = 0, is_unused, communicator
@@ -105,7 +105,7 @@ def test_a_library_that_counts_processes_is_stopped_at_once_if_it_found_none(wat
 @pytest.mark.parametrize(("library", "remedy"), [("accelerate", "on_failure='end'"), ("lightning", "strategy='ring'")])
 def test_the_remedy_fits_a_job_that_goes_on_after_losses(watched, library, remedy):
     job = Job(is_unused=True)
-    job.heals = True
+    job.recovers = True
     watched(job)
     with pytest.raises(LaunchError, match=remedy):
         called_by(library, lambda: steps(2))
