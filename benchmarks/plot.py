@@ -203,7 +203,7 @@ def kills() -> None:
     figure, panels = plt.subplots(1, len(intervals), figsize=(9, 3.8), layout="constrained", squeeze=False)
     names = {
         "replace": ("ring_plugins, replace", "-", COLORS["ring"]),
-        "spare": ("ring_plugins, replace with a spare", ":", COLORS["ring"]),
+        "spare": ("ring_plugins, replace with a standby", ":", COLORS["ring"]),
         "restart": ("ring_plugins, restarted", "--", COLORS["ring bucket"]),
         "torchrun": ("DDP, torchrun --max-restarts", "--", COLORS["gloo"]),
         "torchft": ("DDP, torchft", "-.", COLORS["bare sockets"]),

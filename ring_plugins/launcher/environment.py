@@ -18,7 +18,7 @@ _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 #: Describes one process to itself; another rank that inherited it would take that process's place.
 _NEVER = (config.SPAWNED.name,)
 #: What a job does when ranks are lost; and what our launchers tell each rank.
-_POLICY = (config.ON_FAILURE.name, config.MIN_RANKS.name, config.MAX_RANKS.name, config.STANDBYS.name)
+_POLICY = (config.ON_FAILURE.name, config.MIN_RANKS.name, config.MAX_RANKS.name, *config.STANDBYS.names)
 _PLACE = (config.SPAWNED.name, config.LOSSES_TOLERATED.name, config.JOINS.name, config.SLOT.name)
 
 

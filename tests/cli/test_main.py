@@ -28,6 +28,7 @@ def test_every_command_has_help_with_examples(command):
         (["run"], {"RING_MIN_RANKS": "1.5"}, ["RING_MIN_RANKS", "'1.5' is not a whole number. Give one"]),
         (["run"], {"RING_MAX_RANKS": "many"}, ["RING_MAX_RANKS", "'many' is not a whole number. Give one"]),
         (["run"], {"RING_STANDBYS": "x"}, ["RING_STANDBYS", "'x' is not a whole number. Give one"]),
+        (["run", "--spares", "x"], {}, ["--spares", "'x' is not a whole number. Give one"]),
         (["run"], {"RING_SPARES": "x"}, ["RING_SPARES", "'x' is not a whole number. Give one"]),
         (
             ["run", "-n", "2", "--on-failure", "continue"],
@@ -50,17 +51,16 @@ def test_a_bad_value_is_named_with_its_argument_and_a_remedy(arguments, variable
     assert result.exit_code == 2 and all(text in output for text in named), output
 
 
-def test_a_rank_may_start_another_job_of_its_own():
+@pytest.mark.parametrize("name", ["RING_STANDBYS", "RING_SPARES"])
+def test_a_rank_may_start_another_job_of_its_own(name):
     """It has the options of its job as variables, of which --max-ranks contradicts the new job's."""
-    outer = {"RING_LOSSES_TOLERATED": "1", "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4", "RING_STANDBYS": "1"}
+    outer = {"RING_LOSSES_TOLERATED": "1", "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4", name: "1"}
     continues = "RING_ON_FAILURE=continue RING_LOSSES_TOLERATED=1"
     for options, policy in (["--with", "python"], ""), (["--on-failure", "continue"], continues):
         result = CliRunner().invoke(app, ["run", "--dry-run", "-n", "2", *options, "true"], env=outer)
         assert result.exit_code == 0 and policy in result.stdout, result.output
         assert "RING_MAX_RANKS" not in result.stdout and result.stdout.count("RING_ON_FAILURE") == bool(policy)
-        assert (
-            "ring run: RING_ON_FAILURE=replace RING_MAX_RANKS=4 RING_STANDBYS=1 of the job whose rank" in result.stderr
-        )
+        assert f"ring run: RING_ON_FAILURE=replace RING_MAX_RANKS=4 {name}=1 of the job whose rank" in result.stderr
 
 
 def test_the_command_starts_without_importing_frameworks():

@@ -93,6 +93,11 @@ class Variable(Generic[T]):
         ALL[name] = self
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and the older one if it has one."""
+        return (self.name, self.older) if self.older else (self.name,)
+
+    @property
     def is_internal(self) -> bool:
         """Whether only our launchers set it, for the processes that they start."""
         return not self.meaning
