@@ -42,6 +42,7 @@ from ring_plugins.keras.drift import LIKELY_CAUSES, check_drift
 from ring_plugins.keras.interrupted_fit import argument_of_fit, tell_interrupted
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state
+from ring_plugins.keras.learning_rate import forget_last_rate, warn_of_steps
 from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.keras.shard import begin_epoch, continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
@@ -228,6 +229,8 @@ class BroadcastCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         world = connect()
         self._epoch = None
+        if self._model.optimizer is not None:
+            forget_last_rate(self._model.optimizer)
         for callback in list(_fitting):  # an exception that the script keeps may keep an interrupted fit alive
             if callback.model is self.model:
                 callback._abandon()
@@ -403,6 +406,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         """Let data have the order of the first epoch of this fit, which Keras tells no earlier."""
         if self._epoch is None:
             continue_at(epoch, argument_of_fit("x"))
+            warn_of_steps(self.model, epoch, (self.params or {}).get("steps"))
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -4,10 +4,18 @@ A rate is stored as base times multiplier: the base is the rate for one process,
 the multiplier. A change by other callbacks (`ReduceLROnPlateau`) changes the base permanently. A rate computed by a
 `LearningRateSchedule` cannot be set; instead the optimizer's method that reads it is replaced by one that multiplies.
 
-One rule tells what a number means: what a script gives (`compile`, a file, `optimizer.learning_rate = x` between two
-fits) is the rate for one process, and what a callback sets during `fit` is the rate of the job. So files must hold the
-rate for one process: the optimizer's methods that save are replaced, also after `fit`, and a file can be continued with
-any number of ranks, or without this package.
+One rule tells what a number means. Outside of `fit`, and in every file, the optimizer's variables are those for one
+process; while `fit` runs, they are the job's, and so is what a callback sets. When `fit` ends, also by an exception,
+the optimizer gets back the rate for one process (and SGD's velocities). Nobody has to guess where a value between two
+fits has come from, and a file can be continued with any number of ranks, or without this package. While `fit` runs, the
+optimizer's methods that save write the values for one process, too.
+
+Scripts print `optimizer.learning_rate` after `fit`, to see with which rate it has trained. So until the optimizer makes
+another update or gets a rate from anywhere, its method that reads the rate returns that one.
+
+Considered and rejected: to leave the variable alone and multiply wherever the update reads the rate. Then
+`ReduceLROnPlateau` would read the product and write it into the variable, and JAX would have to compile the step again
+for each change.
 
 The rate is always set through `self.model.optimizer`, since Keras on JAX synchronizes the optimizer's state on that
 access; setting it on an older reference has no effect there. SGD's velocities include the rate of earlier steps, so
@@ -31,14 +39,16 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.functions import was_size_asked
 from ring_plugins.keras.averaging import make_train_function
+from ring_plugins.keras.backends import backend
 from ring_plugins.keras.callback_list import call_when_over
 from ring_plugins.keras.first_step import expect_broadcast
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.validation import updating_optimizers
 
 Scaling = Literal["linear", "sqrt", "none"]
 _ATTRIBUTE = "_ring_rate"
-#: Attributes of an optimizer with a schedule: multipliers by owner, and the method that reads the rate.
-_TABLES, _METHOD = "_ring_multipliers", "_get_current_learning_rate"
+#: Attributes of an optimizer: with a schedule, multipliers by owner; the methods that read the rate, and that update.
+_TABLES, _METHOD, _UPDATE = "_ring_multipliers", "_get_current_learning_rate", "_backend_apply_gradients"
 
 
 class _RateCallback(keras.callbacks.Callback):
@@ -81,6 +91,13 @@ class _RateCallback(keras.callbacks.Callback):
         """The multiplier of the base after warm-up."""
         return self._rate.scale if self._rate else 1.0
 
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        # Before a callback restores a backup: a fit that was interrupted may not have been freed yet.
+        rate = None if self.model.optimizer is None else vars(innermost(self.model.optimizer)).get(_ATTRIBUTE)
+        if rate is not None:
+            rate.end_fit(is_late=True)
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         connect()
         expect_broadcast(self)
@@ -92,11 +109,12 @@ class _RateCallback(keras.callbacks.Callback):
         self._undo()
 
     def _undo(self) -> None:
-        """Leave a scheduled rate as the schedule computes it; a rate that is a number keeps its last value."""
+        """Leave a scheduled rate as the schedule computes it, and one that is a number as it is for one process."""
         if self._over is not None:
             self._over.detach()
             self._over = None
         if self._rate is not None:
+            _ = self.model  # on JAX, gives the variables their values of the last step
             self._rate.end_fit()
         optimizer, self._multiplied = self._multiplied, None
         if optimizer is not None:
@@ -115,6 +133,16 @@ class _RateCallback(keras.callbacks.Callback):
         if has_schedule(optimizer):
             self._multiply(optimizer, epoch, 0)
             return
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise ArgumentError(
+                f"{type(self).__name__} can set a learning rate that is a number, or multiply a LearningRateSchedule; "
+                f"this {type(optimizer).__name__} has neither. Pass it one of these instead of a function."
+            )
+        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            raise ArgumentError(
+                f"a MultiOptimizer has a learning rate for each of its optimizers, so {type(self).__name__} has none "
+                "to set. Leave the callback out, and multiply the rates of the optimizers in the script."
+            )
         is_new = _ATTRIBUTE not in vars(optimizer) and self.initial_learning_rate is None
         # An update of before, and no fit of ours: a checkpoint may have brought the rate of a job.
         self._is_restored = is_new and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
@@ -137,6 +165,8 @@ class _RateCallback(keras.callbacks.Callback):
         return False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if batch == 0 and self._rate is not None:
+            self._rate.follow(innermost(self.model.optimizer))
         is_due = self._size != connect().topology.size and self._follow_losses(batch)
         if self._rate is None or not (self._sets_at(batch) or is_due):
             return
@@ -243,7 +273,10 @@ class LearningRateWarmupCallback(_RateCallback):
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
         topology = connect().topology
         lowest, highest = self._multipliers()
-        if self._has_said_rate or topology.rank != 0 or lowest == highest:
+        was_read = None
+        if self._rate is not None:
+            was_read, self._rate.was_read = self._rate.was_read, None
+        if topology.rank != 0 or lowest == highest or (self._has_said_rate and was_read is None):
             return
         self._has_said_rate = True
         base = f"{self._rate.base * lowest:g}" if self._rate is not None else "the schedule's"
@@ -251,10 +284,15 @@ class LearningRateWarmupCallback(_RateCallback):
         text = f"learning rate: {base} for one process, {full} for {topology.size} ranks after warm-up"
         if self._is_restored:
             logger.warning(
-                f"{text}. The optimizer has made updates before: if its variables were copied, or come from "
-                "tf.train.Checkpoint, HDF5 or Orbax, they hold the rate of a job, which is multiplied once more. Pass "
-                f"the rate for one process then: {type(self).__name__}(initial_learning_rate=...). A .keras file "
-                "holds that already."
+                f"{text}. The optimizer has made updates before: if a callback wrote its variables during fit() by "
+                "tf.train.Checkpoint, HDF5 or Orbax, they hold the rate of that job, which is multiplied once more. "
+                f"Pass the rate for one process then: {type(self).__name__}(initial_learning_rate=...). Other files "
+                "hold that already."
+            )
+        elif was_read is not None:
+            logger.warning(
+                f"{text}. Since the last fit(), the script has read its rate, {was_read:g}, and has set another: what "
+                "it sets is taken as the rate for one process."
             )
         elif was_size_asked():
             logger.warning(
@@ -350,6 +388,7 @@ class Rate:
     Attributes:
         base: the rate for one process.
         scale: the multiplier after warm-up.
+        was_read: the rate of the last `fit`, if a script has read it since, and then set another.
     """
 
     def __init__(self, base: float) -> None:
@@ -357,41 +396,58 @@ class Rate:
         self._last = base
         self._is_fitting = False
         self._corrects = True  # whether velocities are scaled along
+        self.was_read: float | None = None
         self._optimizer: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, optimizer: Any, given: float | None) -> Rate:
-        """Return the rate of this optimizer, which the optimizer keeps from one fit to the next.
+        """Return the rate of this optimizer, which is one for all callbacks of a `fit`.
 
         Args:
             optimizer: an optimizer whose learning rate is a number.
             given: the rate for one process, if the user passed it.
         """
-        rate: Rate | None = vars(optimizer).get(_ATTRIBUTE)
-        current = _read(optimizer)
-        if rate is None:
-            rate = optimizer.__dict__[_ATTRIBUTE] = cls(current)
-        rate.base, rate._last = given if given is not None else rate._for_one_process(current), current
+        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0))
+        if not rate._is_fitting:
+            rate.base = rate._last = _read_variable(optimizer)
+        rate.base = rate.base if given is None else given
         return rate
 
     def begin_fit(self, outer: Any, momentum_correction: bool) -> None:
-        """From now on, others that change the rate change the job's; and files hold the one for one process, for good.
+        """From now on, others that change the rate change the job's, and files hold the one for one process.
 
         Args:
             outer: the optimizer, or a LossScaleOptimizer around it.
             momentum_correction: whether SGD's velocities are scaled along with the rate.
         """
         optimizer = innermost(outer)
+        _forget(optimizer)
         self._is_fitting, self._corrects, self._optimizer = True, momentum_correction, weakref.ref(optimizer)
         vars(optimizer)["get_config"] = functools.partial(self._config, weakref.ref(optimizer))
         self.replace_saving(outer)
 
-    def end_fit(self) -> None:
-        """Note what others have set in this fit."""
+    def end_fit(self, is_late: bool = False) -> None:
+        """Give the optimizer the rate for one process, and let it tell the one of this fit until it is used again.
+
+        Args:
+            is_late: whether a script may have set the rate since: what no callback has set is the one for one process.
+        """
         optimizer = self._optimizer()
-        if self._is_fitting and optimizer is not None:
-            self._follow(_read(optimizer))
+        variable = None if optimizer is None else optimizer._learning_rate
+        # An exception in a step of JAX may have left the variables without values.
+        if not self._is_fitting or not isinstance(variable, keras.Variable) or variable._value is None:
+            self._is_fitting = False
+            return
+        current = _read(optimizer)
+        if is_late and current != self._last:
+            self._is_fitting = False
+            _scale(optimizer, self.base / self._last if self._corrects and self._last > 0 else 1.0)
+            return
+        self._follow(current)
         self._is_fitting = False
+        self._assign(optimizer, current, self.base, self._corrects)
+        if self._last != current:
+            _show(optimizer, self, current)
 
     def replace_saving(self, outer: Any) -> None:
         """Let files hold the rate for one process; called again after the sharding has put back its own methods."""
@@ -402,9 +458,11 @@ class Rate:
             outer = getattr(outer, "inner_optimizer", None)
 
     def _for_one_process(self, current: float) -> float:
+        if not self._is_fitting:
+            return current
         if math.isclose(current, self._last, rel_tol=1e-6) or self._last <= 0:
             return self.base
-        return self.base * current / self._last if self._is_fitting else current
+        return self.base * current / self._last
 
     def _config(self, reference: weakref.ref[Any]) -> dict[str, Any]:
         """Replaces `get_config`."""
@@ -416,14 +474,18 @@ class Rate:
         """Replaces `save_own_variables`: while it runs, the variables have the values for one process."""
         saved: Any = reference()
         optimizer = innermost(saved)
-        current = _read(optimizer)
-        wanted = self._for_one_process(current)
-        variables = [optimizer._learning_rate, *(_velocities(optimizer) if self._corrects and current > 0 else [])]
-        values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        variables, values = [], []
+        if self._is_fitting and isinstance(optimizer._learning_rate, keras.Variable):
+            current = _read(optimizer)
+            wanted = self._for_one_process(current)
+            velocities = _velocities(optimizer) if self._corrects and current > 0 and wanted != current else []
+            variables = [optimizer._learning_rate, *velocities]
+            values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         try:
-            for variable, value in zip(variables, values, strict=True) if wanted != current else ():
+            for variable, value in zip(variables[1:], values[1:], strict=True):
                 variable.assign((value * (wanted / current)).astype(value.dtype))
-            variables[0].assign(wanted)
+            if variables:
+                variables[0].assign(wanted)
             if before is None:
                 type(saved).save_own_variables(saved, store)
             else:
@@ -462,11 +524,65 @@ class Rate:
         if new == current:
             return
         optimizer.learning_rate = new
-        for velocity in _velocities(optimizer) if momentum_correction and current > 0 else ():
-            velocity.assign(velocity * (new / current))
+        _scale(optimizer, new / current if momentum_correction and current > 0 else 1.0)
+
+    def follow(self, optimizer: Any) -> None:
+        """Note what others have set in this fit."""
+        self._follow(_read(optimizer))
 
     def _follow(self, current: float) -> None:
         self.base, self._last = self._for_one_process(current), current
+
+
+def _show(optimizer: Any, rate: Rate, seen: float) -> None:
+    """Let `optimizer.learning_rate` be the last one of `fit`, until the optimizer makes an update or gets a rate."""
+    reference, variable, left = weakref.ref(optimizer), optimizer._learning_rate, _read_variable(optimizer)
+    was_read: list[float] = []
+    with backend().at_once():
+        shown = keras.Variable(seen, trainable=False, dtype=variable.dtype, name="learning_rate")
+
+    def read() -> Any:
+        optimizer: Any = reference()
+        with backend().at_once():  # tf.train.Checkpoint restores without `assign`; during `fit` JAX has it elsewhere
+            is_other = variable._value is None or float(keras.ops.convert_to_numpy(variable._value)) != left
+        if optimizer._learning_rate is not variable or is_other:
+            _forget(optimizer)
+            return optimizer._get_current_learning_rate()
+        was_read.append(seen)
+        return shown
+
+    def update(*args: Any, **options: Any) -> None:
+        optimizer: Any = reference()
+        _forget(optimizer)
+        optimizer._backend_apply_gradients(*args, **options)
+
+    def assign(value: Any) -> Any:
+        if (optimizer := reference()) is not None:
+            _forget(optimizer)
+        rate.was_read = was_read[-1] if was_read else None
+        vars(variable).pop("assign", None)
+        return variable.assign(value)
+
+    vars(shown)["assign"] = vars(variable)["assign"] = assign
+    vars(optimizer).update({_METHOD: read, _UPDATE: update})
+
+
+def forget_last_rate(outer: Any) -> None:
+    """Let `optimizer.learning_rate` be what it is; does nothing if no `fit` with callbacks of ours has ended."""
+    for optimizer in updating_optimizers(outer):
+        _forget(optimizer)
+
+
+def _forget(optimizer: Any) -> None:
+    if _UPDATE in vars(optimizer):
+        del vars(optimizer)[_UPDATE], vars(optimizer)[_METHOD]
+        if isinstance(optimizer._learning_rate, keras.Variable):
+            vars(optimizer._learning_rate).pop("assign", None)
+
+
+def _scale(optimizer: Any, factor: float) -> None:
+    for velocity in _velocities(optimizer) if factor != 1.0 else ():
+        velocity.assign(velocity * factor)
 
 
 def _velocities(optimizer: Any) -> list[Any]:
@@ -485,6 +601,28 @@ def has_schedule(optimizer: Any) -> bool:
     """Whether the rate is computed from the number of updates and cannot be set."""
     # Keras 3.15.1, optimizers/base_optimizer.py:777.
     return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
+def warn_of_steps(model: Any, epoch: int, steps: int | None) -> None:
+    """Warn on rank 0 of a scheduled rate that goes on elsewhere than the epochs: another job has counted the steps.
+
+    Args:
+        model: whose `fit` begins, perhaps with a checkpoint.
+        epoch: the first of this `fit`, counted from 0.
+        steps: of each epoch, if they are known.
+    """
+    optimizer = model.optimizer
+    if not epoch or not steps or optimizer is None or connect().topology.rank:
+        return
+    for one in filter(has_schedule, updating_optimizers(optimizer)):
+        found, expected = int(keras.ops.convert_to_numpy(one._iterations)), epoch * steps
+        if found != expected:
+            logger.warning(
+                f"the learning rate's {type(one._learning_rate).__name__} goes on at step {found}, and epoch "
+                f"{epoch + 1} of this fit() begins with step {expected}, at {steps} steps an epoch: the optimizer has "
+                "counted the steps of another number of ranks, or of other data. Make the schedule for the steps from "
+                f"{found} on, or call optimizer.iterations.assign({expected}) before fit()."
+            )
 
 
 def multiply_schedule(optimizer: Any, owner: Any, multipliers: Sequence[float]) -> None:
@@ -525,3 +663,7 @@ def stop_multiplying(optimizer: Any, owner: Any) -> None:
 
 def _read(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _read_variable(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer._learning_rate))

@@ -33,8 +33,18 @@ def test_warm_up_resumes_where_it_was_saved(seen):
 @on_ranks("rates_for_one_process", "torch", slow=("tensorflow", "jax"))
 def test_what_a_script_or_a_file_gives_is_the_rate_for_one_process(seen):
     expected = {"first": 0.2, "second": 0.2, "kept": 0.2, "file": 0.1, "loaded": 0.2, "resumed": 0.2, "velocities": 2.0}
-    expected |= {"set": 0.1, "plateau": 0.05, "after plateau": 0.05, "copied": 0.025}
+    expected |= {"set": 0.1, "plateau": 0.05, "after plateau": 0.05, "copied": 0.025, "velocities after fit": 1.0}
     for found in seen:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@on_ranks("rates_between_fits", "torch", slow=("tensorflow", "jax"))
+def test_between_fits_the_optimizer_holds_the_rate_for_one_process(seen):
+    expected = {"fit": 0.2, "read": 0.2, "variable": 0.1, "before reduction": 0.2, "reduced": 0.1, "halved": 0.05}
+    expected |= {"set": 0.1, "after set": 0.2, "after assign": 0.4, "loaded": 0.4, "after load": 0.8, "copied": 0.4}
+    expected |= {"after copy": 0.8, "without warm-up": 0.4, "after an exception": 0.1}
+    for rank, found in enumerate(seen):
+        assert found.pop("said") == (rank == 0)
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -67,3 +77,10 @@ def test_the_rate_is_said_once_with_a_warning_where_it_may_be_multiplied_twice(s
     assert first == ["learning rate: 0.1 for one process, 0.2 for 2 ranks after warm-up"]
     assert len(second) == 1 and second[0].startswith(first[0] + ". This script also reads ring_plugins.size()")
     assert others == [[], []]
+
+
+@on_ranks("resumed_schedules", "torch")
+def test_a_schedule_that_another_number_of_ranks_has_counted_is_told_with_the_numbers(seen):
+    (same, (text,)), others = seen
+    assert same == [] and others == [[], []]
+    assert "goes on at step 16, and epoch 3 of this fit() begins with step 8, at 4 steps an epoch" in text

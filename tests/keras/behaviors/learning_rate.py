@@ -69,6 +69,19 @@ def two_callbacks_on_a_schedule() -> Any:
 
 
 @behavior
+def resumed_schedules() -> Any:
+    """What is said of schedules that go on in epoch 3 of 4 steps each, after as many steps and after twice as many."""
+    said = []
+    for steps in (8, 16):
+        model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)))
+        model.optimizer.iterations.assign(steps)
+        with logged() as lines:
+            fit(model, [BroadcastCallback()], initial_epoch=2, epochs=3)
+        said.append([line for line in lines if "ExponentialDecay" in line])
+    return said
+
+
+@behavior
 def effective_rate() -> Any:
     """What rank 0 says about the rate, before and after the script has read `size()`."""
     texts = []
@@ -121,10 +134,13 @@ def rates_for_one_process() -> Any:
     def velocity(model: Any) -> float:
         return float(np.sum(keras.ops.convert_to_numpy(model.optimizer.inner_optimizer.momentums[0])))
 
-    found = {"first": train(model), "second": train(model)}
+    in_fit = {}
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: in_fit.update({epoch: velocity(model)}))
+    found = {"first": train(model), "second": train(model, note)}
     model.save(path)
     loaded = keras.saving.load_model(path)
-    found |= {"kept": read(model), "file": read(loaded), "velocities": velocity(model) / velocity(loaded)}
+    found |= {"kept": read(model), "file": read(loaded), "velocities": in_fit[1] / velocity(loaded)}
+    found["velocities after fit"] = velocity(model) / velocity(loaded)
     found |= {"loaded": train(loaded), "resumed": train(keras.saving.load_model(path), initial_epoch=4, epochs=5)}
     optimizer.learning_rate = 0.05
     found["set"] = train(model)
@@ -132,6 +148,61 @@ def rates_for_one_process() -> Any:
     found |= {"plateau": train(model, plateau), "after plateau": train(model)}
     other = dense(keras.optimizers.SGD.from_config(optimizer.get_config()))
     return {**found, "copied": float(keras.ops.convert_to_numpy(other.optimizer.learning_rate))}
+
+
+@behavior
+def rates_between_fits() -> Any:
+    """The rate of the job in a fit that follows on one whose last rate is equal to the new one, or was not used up."""
+    model = dense(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    def train(model: Any, *more: Any, **options: Any) -> float:
+        rates = Rates()
+        warm = LearningRateWarmupCallback(warmup_epochs=0)
+        fit(model, [*more, rates, warm, BroadcastCallback(), MetricAverageCallback()], **options)
+        return rates.seen[-1]
+
+    def read(model: Any) -> float:
+        return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+
+    def variable(model: Any) -> float:
+        return float(keras.ops.convert_to_numpy(model.optimizer._learning_rate))
+
+    found = {"fit": train(model), "read": read(model), "variable": variable(model)}
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9, min_lr=0)
+    found |= {"before reduction": train(model, plateau, epochs=2), "reduced": read(model), "halved": variable(model)}
+    model.optimizer.learning_rate = 0.1  # to which the job's rate was reduced
+    found |= {"set": read(model), "after set": train(model)}
+    model.optimizer.learning_rate.assign(0.2)
+    found["after assign"] = train(model)
+    weights = Path(mkdtemp()) / "model.weights.h5"
+    other = dense(keras.optimizers.SGD(0.4, momentum=0.9))
+    other.optimizer.build(other.trainable_variables)
+    other.save_weights(weights)
+    model.load_weights(weights)
+    found |= {"loaded": read(model), "after load": train(model)}
+    for copy, value in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
+        copy.assign(value)
+    found |= {"copied": read(other), "after copy": train(other)}
+    rates = Rates()
+    fit(other, [rates, BroadcastCallback()])
+    found["without warm-up"] = rates.seen[0]
+
+    def interrupt(batch: int, logs: Any) -> None:
+        raise ZeroDivisionError(batch)
+
+    interrupted = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+    try:
+        train(model, interrupted)
+    except ZeroDivisionError as error:
+        kept = error  # and its frames
+        model.optimizer.learning_rate = 0.05
+        found["after an exception"] = train(model)
+        del kept, error
+    with logged() as lines:
+        model.optimizer.learning_rate = 0.5 * read(model)
+        train(model)
+    found["said"] = sum("the script has read its rate, 0.1, and has set another" in line for line in lines)
+    return found
 
 
 @behavior
