@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, quoted
 from ring_plugins.core.net.socket_owner import is_same_unix_user, why_users_are_unknown
-from ring_plugins.core.rendezvous.launcher_shim import connect_below, connect_to, listen_below, names_below
+from ring_plugins.core.net.user_socket import connect_below, connect_to, listen_below, names_below
 
 #: Bytes of the longest request, and of the longest answer.
 _REQUEST, _ANSWER = 512, 4096

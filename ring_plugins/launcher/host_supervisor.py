@@ -98,8 +98,6 @@ class HostRanks:
         supervisor.tell_of_memory = lambda local: _tell_user(
             f"rank {self._names[local]} {supervisor.silent_end(local)}."
         )
-        #: Signals that this process got, and that are meant for the ranks.
-        self.to_send: list[int] = []
         #: The job's exit status, once the coordinator has said it.
         self._status: int | None = None
 
@@ -231,11 +229,6 @@ class HostRanks:
 
     def _find_trouble(self) -> str | None:
         """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
-        while self.to_send:
-            number = self.to_send.pop()
-            for process in self._supervisor.processes:
-                if process.poll() is None:
-                    process.send_signal(number)
         for kind, body in self._link.read():
             self._take(kind, body)
         if self._link.is_orphaned and self._supervisor.signalled is None:
@@ -346,25 +339,19 @@ def _tell_user(text: str) -> None:
     print(f"ring run: {text}", file=sys.stderr, flush=True)
 
 
-def run(
-    job: HostJob, prepare: Callable[[Link], None] = lambda link: None, user_signals: Sequence[signal.Signals] = ()
-) -> int:
+def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> int:
     """Run this host's ranks, and return the job's exit status.
 
     Args:
         job: what to run.
         prepare: called once the coordinator is reached.
-        user_signals: those that are passed on to the ranks.
     """
     segment = Segment.create(OwnSlot.nbytes(max(job.size, job.most)))
     with Supervisor(tolerates_losses=True, slots=OwnSlot.parts(segment.array)[0]) as supervisor:
         link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)
-            ranks = HostRanks(job, link, supervisor, segment)
-            for number in user_signals:
-                signal.signal(number, lambda number, _: ranks.to_send.append(number))
-            return ranks.run()
+            return HostRanks(job, link, supervisor, segment).run()
         finally:
             link.close()
 
@@ -379,7 +366,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     job = HostJob.unpack(sys.stdin.buffer.read())
     try:
-        return run(job, _print_through, (signal.SIGUSR1, signal.SIGUSR2))
+        return run(job, _print_through)
     except LaunchError as error:
         print(f"ring run: {error}", file=sys.stderr)
         return 1

@@ -8,8 +8,8 @@ by RANK and MASTER_ADDR, like ranks that a user starts one by one.
               └─ ssh ── supervisor of host2 ── rank 2, rank 3
 
 The process that follows the whole job is the *coordinator*: here it is `ring run`. Under mpirun, torchrun and srun, the
-processes that hold the slots start the supervisors, and on rank 0's host the coordinator
-(core/rendezvous/shim_setup.py).
+first process of each host becomes its supervisor, and on rank 0's host the coordinator, too
+(core/rendezvous/launcher_shim.py).
 
 Supervisors connect to the coordinator, with a secret. They exchange JSON:
 

@@ -1,7 +1,7 @@
-"""Runs the ranks of one host under mpirun, torchrun or srun, whose processes hold their slots meanwhile.
+"""Runs the ranks of one host under mpirun, torchrun or srun.
 
-The first shim of each host starts this (core/rendezvous/shim_setup.py says why and how). On the host of rank 0 it is
-the coordinator, too (several_hosts.py).
+The first process of each host becomes this (core/rendezvous/launcher_shim.py says why and how). On the host of rank 0
+it is the coordinator, too (several_hosts.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 - This process adopts orphans (PR_SET_CHILD_SUBREAPER). What a rank leaves behind, such as a data loader's worker in a
   session of its own, becomes a child of this process instead of init's, and is found and killed.
 - Signals to this process are noted, and the wait loop acts on them: the ranks get some seconds to print their own
-  errors before they are killed.
+  errors before they are killed. SIGUSR1 and SIGUSR2 are passed on.
 
 Process groups alone would not do: mpirun, shells and data loaders make sessions of their own.
 """
@@ -43,6 +43,8 @@ _INTERRUPT_SECONDS = 3.0
 #: Seconds between two searches for orphans.
 _ORPHAN_SECONDS = 1.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Those to which scripts give a meaning of their own.
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
@@ -73,6 +75,7 @@ class Supervisor:
         self.own_helpers: Callable[[], set[int]] = set
         self.is_out: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
+        self._ignored: list[signal.Signals] = []  # of the user's signals, by whatever has started this process
         self.tell_of_memory: Callable[[int], None] = lambda index: None
         self._ended: list[subprocess.Popen[bytes]] = []  # in the order in which that was seen
         self._memory_kills, self._of_memory = memory_kills(), list[subprocess.Popen[bytes]]()
@@ -82,6 +85,8 @@ class Supervisor:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as set by nohup, which must keep its effect
                 self._previous[number] = signal.signal(number, self._note_signal)
+        self._ignored = [number for number in _USER_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        self._previous |= {number: signal.signal(number, self._pass_on) for number in _USER_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,6 +97,10 @@ class Supervisor:
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         self.signalled = signal.Signals(number)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        for process in [*self.processes, *self.standbys]:
+            process.send_signal(number)
 
     def start(
         self,
@@ -112,7 +121,8 @@ class Supervisor:
             command, environment, pass_fds, stdin, stdout, stderr: as for Popen.
             end_signal: see above.
             index: that it gets in `processes`, of one that has ended or behind the last; None for the latter.
-            own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C.
+            own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C, and ignores the
+                user's signals.
             is_standby: whether it becomes one of `standbys` instead.
 
         Raises:
@@ -121,6 +131,8 @@ class Supervisor:
         parent = os.getpid()
 
         def before_exec() -> None:
+            for number in _USER_SIGNALS if own_session else self._ignored:
+                signal.signal(number, signal.SIG_IGN)
             end_with_parent(end_signal)
             if os.getppid() != parent:
                 os._exit(1)

@@ -47,7 +47,7 @@ from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.message_stream import HEADER_BYTES, Address, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
-from ring_plugins.core.rendezvous import bootstrap, launcher_shim, record, slots
+from ring_plugins.core.rendezvous import bootstrap, record, slots
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
 from ring_plugins.launcher.growth import GrowthRequests
@@ -466,25 +466,6 @@ class MeshMessages(JsonTarget):
         known = {*self._ranks, *one._joining, *(rank for found in one.decisions.values() for rank in found.joining)}
         assert set(one.members) <= known <= {*self._ranks, 9}
         assert all(set(found.members) <= known for found in one.decisions.values())
-
-
-class Greetings(Target):
-    """What a process that reaches the socket of a launcher shim says: only a shim's own line counts."""
-
-    def valid(self) -> list[bytes]:
-        return [b"1 0123456789abcdef\n", b"999999 0123456789abcdef\n", b"\n", b"1 " + b"f" * 100]
-
-    def run(self, data: bytes, rng: random.Random) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            for piece in _pieces(data[:4096], rng):
-                theirs.send(piece)
-            theirs.close()
-            slot, digest = launcher_shim._greeting(ours)
-        line = data[:64].partition(b"\n")[0] + b"\n"
-        if (slot, digest) != (0, ""):
-            assert line == f"{slot} {digest}\n".encode() or int(line.split()[0]) == slot
-            assert len(digest) == 16 and 0 <= slot < 1_000_000
 
 
 class SlotTexts(Target):
@@ -988,7 +969,7 @@ class Requests(Target):
 
 
 TARGETS: list[Callable[[], Target]] = [
-    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages, Greetings,
+    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages,
     SlotTexts, SlotRows, Admissions, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
     ReceivedMessages, MeshMessagesOfAllKinds, CalledCandidates, SupervisorMessages, Requests,

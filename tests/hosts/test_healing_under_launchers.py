@@ -108,7 +108,7 @@ def test_a_job_that_fails_has_a_status_everywhere(cluster, launcher, end):
 
 def launchers_of_each_host(job):
     """torchrun's agents, or the stand-ins for SLURM's daemons."""
-    return {process.parent() for process in job.processes() if launcher_shim.__file__ in process.cmdline()}
+    return {process.parent() for process in job.processes() if launcher_shim._SHIM in process.cmdline()}
 
 
 def stop_launcher(job, launcher, stop):

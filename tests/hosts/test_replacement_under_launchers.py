@@ -135,12 +135,12 @@ def test_the_status_of_a_process_that_has_joined_is_that_of_the_job(cluster, lau
 
 
 def shim_on(cluster, host, job):
-    """A placeholder on a host."""
+    """A shim on a host."""
     first_process = cluster.enter(host)[2]
     return next(
         process
         for process in job.processes()
-        if launcher_shim.__file__ in process.cmdline() and namespace(process.pid) == namespace(first_process)
+        if launcher_shim._SHIM in process.cmdline() and namespace(process.pid) == namespace(first_process)
     )
 
 
@@ -148,7 +148,7 @@ def namespace(pid):
     return os.readlink(f"/proc/{pid}/ns/uts")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, "Ctrl-C", "placeholder", "daemon"])
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, "Ctrl-C", "shim", "daemon"])
 def test_nothing_outlives_a_job_in_which_processes_have_joined_and_wait(cluster, launcher, stop):
     if stop == "daemon" and launcher in ("torchrun", "srun"):
         pytest.skip("the others go on without it")
@@ -157,7 +157,7 @@ def test_nothing_outlives_a_job_in_which_processes_have_joined_and_wait(cluster,
         while not {1, 3} <= {rank for rank, told in job.reports().items() if "new" in told}:
             assert job.process.poll() is None and time.monotonic() < end, job._result()
             time.sleep(0.05)
-        if stop == "placeholder":  # of rank 0's host; under torchrun and srun, another one's loss costs only its host
+        if stop == "shim":  # of rank 0's host; under torchrun and srun, another one's loss costs only its host
             shim_on(cluster, "host1", job).kill()
         elif stop == "daemon":
             shim_on(cluster, "host2", job).parent().kill()

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from ring_plugins.cli.main import app
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.net import socket_owner
-from ring_plugins.core.rendezvous import launcher_shim
+from ring_plugins.core.net import socket_owner, user_socket
 from ring_plugins.launcher import growth
 from ring_plugins.launcher.growth import GrowthRequests, request_ranks, running_jobs
 
@@ -133,7 +132,7 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
         reads.append(path)
         return open(path, **options)
 
-    monkeypatch.setattr(launcher_shim, "open", counted, raising=False)
+    monkeypatch.setattr(user_socket, "open", counted, raising=False)
     assert os.getpid() in running_jobs()
     assert reads == ["/proc/net/unix"]  # of the kernel's list, however long others make it
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that all sockets are another user's

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -120,3 +121,28 @@ def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure():
     slots.note_end(1)
     supervisor = Supervisor(tolerates_losses=True, slots=slots)
     assert [supervisor.ends_job(slot, 3) for slot in range(2)] == [False, True]
+
+
+def test_a_users_signal_reaches_the_ranks_and_no_login(tmp_path):
+    script = "trap 'echo heard >> $0; exit' USR1; touch $0.$$; while :; do sleep 0.05; done"
+    with Supervisor() as supervisor:
+        for name, own_session in (("rank", False), ("login", True)):
+            supervisor.start(["sh", "-c", script, str(tmp_path / name)], os.environ, own_session=own_session)
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert supervisor.processes[0].wait(20) == 0
+        assert supervisor.processes[1].poll() is None
+    assert [path.name for path in tmp_path.iterdir() if path.read_text()] == ["rank"]
+
+
+def test_a_signal_that_the_launcher_has_ignored_ends_no_rank_that_does_not_handle_it(tmp_path):
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Supervisor() as supervisor:
+            supervisor.start(["sleep", "60"], os.environ)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            with pytest.raises(subprocess.TimeoutExpired):
+                supervisor.processes[0].wait(0.3)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.core.rendezvous.test_shim_setup import LAUNCHERS, command
+from tests.core.rendezvous.test_launcher_shim import LAUNCHERS, command
 from tests.launch import run_ranks, slowness
 from tests.torch.checks_replacement import BATCHES, EPOCHS, gradient
 

@@ -10,7 +10,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
-from ring_plugins.core.rendezvous.shim_setup import become_launcher_shim
+from ring_plugins.core.rendezvous.launcher_shim import restart_under_supervisors
 from ring_plugins.core.rendezvous.slots import own_slot
 from ring_plugins.core.rendezvous.spawn import number_of_slots, restart_under_ring_run
 from ring_plugins.core.rendezvous.tcp import is_by_hand
@@ -128,7 +128,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
     """Make sure that what started this process does not end it when another rank dies.
 
     A script that is to spawn its ranks does not return from this: it starts again, under `ring run`. Nor does one that
-    mpirun, torchrun or srun has started: its ranks start again, and this process holds its place in the launcher's job.
+    mpirun, torchrun or srun has started: its ranks start again, under supervisors that take the place of its processes.
     Processes that were started one by one, with RANK and MASTER_ADDR in their environment, end nobody else.
 
     Args:
@@ -170,7 +170,7 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
                     f"job with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
                 )
             return
-        become_launcher_shim(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
+        restart_under_supervisors(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
     if record.kind != "spawned" or not is_under_ring_run:
         raise ArgumentError(
             f'on_failure="{policy.on_failure}" does not work under {record.by}, which ends all ranks when one dies. '

@@ -1,308 +1,248 @@
-"""What a launcher's process becomes when `shim_setup.become_launcher_shim` has taken over its job: a process that must
-not die.
+"""How a job goes on without a rank under launchers that end all processes as soon as one dies: mpirun, torchrun, srun.
 
-Runs as a script of its own, by an isolated Python without site-packages, so that it takes 6 MB and no time; it imports
-nothing of this package. All of a job's shims meet at an abstract Unix socket:
+No process that such a launcher has started may die with a rank. So when `init(on_failure="continue")` finds one of
+these launchers, its processes meet once, by the launcher's own means: MPI, torchrun's store, or the first host of
+srun's step. They tell each other where they are and what they would run. Then the first process of the host becomes
+`ring run`, in which the script begins anew in as many ranks, and each of the others becomes a shim, which waits for the
+end of the first:
 
-- the first listens. When all others have come, it starts `ring run`, whose exit status it sends to them in one byte;
-- the others say in one line which they are and what they would have run, wait for that byte, and leave with it.
+    mpirun ── ring run ── rank 0, rank 1, rank 2
+           ├─ shim
+           └─ shim
 
-A shim that is asked to end (Ctrl-C, SIGTERM) closes its side of the connection, and so does one that is killed. The
-first then ends the job. Each of them also looks twice a second whether the launcher is still there.
+The launcher sees processes that live as long as the job does; the first ends with the job's exit status. The ranks get
+none of the launcher's variables, and may use all cores to which the launcher has bound any of its processes.
 
-Any program of this host can reach an abstract socket, and take any name that is free. So only processes of the same
-user are believed (SO_PEERCRED), and the name is random: the others find it, as one of their user's, in the kernel's
-list of sockets, below a name that all of them know (`listen_below`, `connect_below`).
+**On several hosts** the first process of each host becomes the supervisor of that host's ranks
+(launcher/shim_host.py). These supervisors work together as those that `ring run` starts by ssh; the one on rank 0's
+host also takes `ring run`'s part.
+
+Considered and rejected: the launchers' own options. With `--enable-recovery` Open MPI's mpirun ends with 0 when every
+rank was killed. With `-disable-auto-cleanup` MPICH's ends with 9 after a job that went on. srun's
+`--kill-on-bad-exit=0` cannot be seen from inside, and torchrun has none. With none of them does anybody replace a rank.
+Also rejected: shims that end at once. srun reports tasks that end before others, and may end the step (`--wait`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import hashlib
+import json
 import os
-import re
-import select
+import secrets
 import signal
 import socket
-import struct
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-#: Seconds between two looks at the launcher.
-_LOOK_SECONDS = 0.5
-#: Seconds for which a process that has connected may take to say who it is.
-_LINE_SECONDS = 2.0
-_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Those to which scripts give a meaning of their own.
-_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
-#: States of a process that has ended, though its parent has not asked how.
-_ENDED = ("Z", "X")
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, name_ranks
+from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.own_python import own_python
+from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
+from ring_plugins.core.linux.process import end_with_parent
+from ring_plugins.core.linux.shared_memory import shared_memory_domain
+from ring_plugins.core.net.mpi import world_size_if_initialized
+from ring_plugins.core.rendezvous import mpi, spawn, tcp
+from ring_plugins.core.rendezvous.claim import check_is_original_script
+from ring_plugins.core.rendezvous.record import LaunchRecord
 
-
-def start_time(pid: int) -> str:
-    """When a process started, in clock ticks: tells it from a later one of its number. "" if it has ended."""
+#: Variables by which launchers tell their processes who they are. The ranks are others.
+_PREFIXES = (
+    "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "MPIR_", "MV2_COMM_WORLD_", "HYDI_", "HYDRA_", "I_MPI_",
+    "TORCHELASTIC_", "SLURM_",
+)  # fmt: skip
+_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", config.LAUNCHER.name,
+)  # fmt: skip
+#: Those that tell of the whole job, or are the user's own.
+_KEPT = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_ARRAY_",
+    "SLURM_SUBMIT_",
+    "SLURM_RESTART_COUNT",
+    "OMPI_ALLOW_",
+    "PRTE_ALLOW_",
+)
+#: What a shim runs: it waits for the end of a process, also of one whose parent has not asked how it ended. A process
+#: of another time that has the same number started at another one.
+_SHIM = """
+import sys, time
+def started():
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
+        with open(f"/proc/{sys.argv[1]}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] in _ENDED else fields[19]
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+first = started()
+while first and started() == first:
+    time.sleep(0.2)
+"""
 
 
-class Launcher:
-    """The process that started the shims of a job.
-
-    Args:
-        pid: its process id.
-        started: its `start_time`.
-    """
-
-    def __init__(self, pid: int, started: str) -> None:
-        self._pid, self._started = pid, started
-
-    def is_gone(self) -> bool:
-        """Whether it has ended."""
-        return start_time(self._pid) != self._started
-
-
-def run_first_shim(name: str, size: int, digest: str, launcher: Launcher, timeout: float, command: list[str]) -> int:
-    """Hold the first slot: wait for the others, run a command, and return its exit status, which all leave with.
+def restart_under_supervisors(
+    record: LaunchRecord, min_ranks: int, on_failure: str, max_ranks: int, remedy: str
+) -> NoReturn:
+    """Replace this process by a supervisor of its host's ranks, which start anew, or by a shim.
 
     Args:
-        name: below which the socket is.
-        size: number of slots.
-        digest: of the command; equal in all slots.
-        launcher: of all slots.
-        timeout: seconds for the others to come.
-        command: to run.
-    """
-    with socket.socket(socket.AF_UNIX) as listener:
-        listen_below(listener, name, size)
-        others: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + timeout
-        listener.settimeout(_LOOK_SECONDS)
-        while len(others) < size - 1:
-            if launcher.is_gone():
-                return _ended_by(signal.SIGTERM)
-            if time.monotonic() > deadline:
-                missing = ", ".join(str(slot) for slot in range(1, size) if slot not in others)
-                return _fail(
-                    f'rank 0 waited {timeout:g} s for rank {missing} to reach init(on_failure="continue"), which all '
-                    "ranks have to call. Set RING_START_TIMEOUT to wait longer."
-                )
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                slot, theirs = _greeting(connection)
-                if slot not in range(1, size) or slot in others:
-                    connection.close()
-                    continue
-                others[slot] = connection
-                if theirs != digest:
-                    return _fail(
-                        f"rank {slot} has another command, directory or min_ranks than rank 0, but with "
-                        'on_failure="continue" all ranks run the command of rank 0: start all alike.'
-                    )
-    _use_all_cores(list(others.values()))
-    status = _run(command, list(others.values()), launcher)
-    for connection in others.values():
-        with contextlib.suppress(OSError):
-            connection.sendall(bytes([status]))
-    return status
-
-
-def run_other_shim(name: str, slot: int, digest: str, launcher: Launcher, timeout: float) -> int:
-    """Hold another slot than the first: wait for the first's exit status, and return it.
-
-    Args:
-        name, digest, launcher, timeout: as for `run_first_shim`.
-        slot: which this is, from 1.
-    """
-    deadline = time.monotonic() + timeout
-    while (connection := connect_below(name)) is None:
-        if launcher.is_gone():
-            return _ended_by(signal.SIGTERM)
-        if time.monotonic() > deadline:
-            return _fail(
-                f'rank {slot} waited {timeout:g} s for rank 0 to reach init(on_failure="continue"), which all ranks '
-                "have to call. Set RING_START_TIMEOUT to wait longer."
-            )
-        time.sleep(0.02)
-    with connection:
-        connection.settimeout(_LOOK_SECONDS)
-
-        def ask_to_end(*_: object) -> None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-
-        for number in _heeded(_END_SIGNALS):
-            signal.signal(number, ask_to_end)
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{slot} {digest}\n".encode())
-        while not launcher.is_gone():
-            try:
-                status = connection.recv(1)
-            except TimeoutError:
-                continue
-            except OSError:
-                status = b""
-            return status[0] if status else 1  # the first slot has died: the launcher says how
-    return _ended_by(signal.SIGTERM)
-
-
-def listen_below(listener: socket.socket, name: str, backlog: int) -> None:
-    """Listen in Linux's abstract namespace at a random name below this one, which nobody can take first."""
-    listener.bind(f"\0{name}/{os.urandom(8).hex()}")
-    listener.listen(backlog)
-
-
-def connect_below(name: str, seconds: float = 0.0) -> socket.socket | None:
-    """A connection to a process of this user that listens below a name, None if there is none.
-
-    Args:
-        name: as for `listen_below`.
-        seconds: to wait if too many others wait to be accepted.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        is_full = False
-        for one in names_below(re.escape(name)):
-            try:
-                if (connection := connect_to(one)) is not None:
-                    return connection
-            except BlockingIOError:
-                is_full = True
-        if not is_full or time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
-
-
-def names_below(name: str) -> list[str]:
-    """The names of sockets, anybody's, below a name, which is a regular expression."""
-    with contextlib.suppress(OSError), open("/proc/net/unix", errors="replace") as table:
-        found = re.findall(f"@({name}/[0-9a-f]{{16}})$", table.read(), re.MULTILINE)
-        return list(dict.fromkeys(found))  # the kernel lists accepted connections, too
-    return []
-
-
-def connect_to(name: str) -> socket.socket | None:
-    """A connection to the socket of this name, None if it is not this user's, or gone.
+        record: of this process, which a launcher has started with others.
+        min_ranks: with how many ranks the job goes on.
+        on_failure: "continue" or "replace".
+        max_ranks: to how many ranks it may grow; 0 for no more than those of the launcher.
+        remedy: what to do where this does not work, for errors.
 
     Raises:
-        BlockingIOError: too many others wait to be accepted.
+        ArgumentError: this does not work here; the text says why.
+        LaunchError, MissingDependency: the processes do not find each other.
     """
-    connection = socket.socket(socket.AF_UNIX)
-    connection.setblocking(False)
+    command = _command(record, on_failure, remedy)
+    reserved = reserve_port() if record.rank == 0 else None  # where the supervisors of several hosts meet
+    everyone = _meet(record, [command, min_ranks, on_failure, max_ranks, spawn.START_DIRECTORY], reserved)
+    hosts = ranks_of_hosts(everyone)
+    own = next(ranks for ranks in hosts if record.rank in ranks)
+    environment = environment_of_ranks(os.environ)
+    if len(hosts) == 1:
+        supervisor = spawn.ring_run(len(everyone), min_ranks, on_failure, max_ranks)
+    else:
+        _check_for_several_hosts(record.by, max_ranks)
+        if reserved is not None:
+            os.set_inheritable(reserved.fileno(), True)
+            if record.kind != "mpi":
+                tcp.note_missing_secret()
+        supervisor = own_python("from ring_plugins.launcher.shim_host import main; sys.exit(main())")
+        policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
+        environment |= {config.HOST_JOB.name: json.dumps(_place(everyone, hosts, own, command, policy))}
+    if record.rank == 0:
+        logger.info(f"the ranks start anew under `ring run`, since {record.by} would end all of them with the first")
+    flush_output()
+    os.chdir(spawn.START_DIRECTORY)
+    _ignore(signal.SIGUSR1, signal.SIGUSR2)  # launchers send them to all; the supervisor passes them on
+    if record.rank == own[0]:
+        os.sched_setaffinity(0, set().union(*(everyone[rank]["cores"] for rank in own)))
+        end_with_parent(signal.SIGTERM)
+        os.execve(sys.executable, supervisor, environment)
+    _ignore(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a shim ends with the supervisor
+    end_with_parent()
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", _SHIM, str(everyone[own[0]]["pid"])], environment)
+
+
+def _command(record: LaunchRecord, on_failure: str, remedy: str) -> list[str]:
+    """The command with which the script starts again.
+
+    Raises:
+        ArgumentError: it cannot, or this launcher's processes could not become shims.
+    """
+    rejected = f'on_failure="{on_failure}" does not work under {record.by} if'
+    if record.kind != "mpi" and record.by != "srun" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ArgumentError(
+            f'on_failure="{on_failure}" does not work under {record.by}: start the job with mpirun, torchrun or srun, '
+            f"or with `ring run --on-failure {on_failure} -n 4 python train.py`; or {remedy}."
+        )
+    if config.VIRTUAL_NODES.get():
+        raise ArgumentError(f"{rejected} its host is to act as several: unset {config.VIRTUAL_NODES.name}.")
+    if world_size_if_initialized():
+        raise ArgumentError(
+            f"{rejected} the script initializes MPI itself, since the job's ranks start anew in init(): leave out "
+            f"mpi4py; or {remedy}."
+        )
     try:
-        connection.connect(f"\0{name}")
-        if _peer(connection)[1] == os.geteuid():
-            connection.settimeout(_LINE_SECONDS)
-            return connection
-    except BlockingIOError:
-        connection.close()
-        raise
-    except OSError:
-        pass  # it has ended
-    connection.close()
-    return None
+        check_is_original_script()
+        return spawn.command()
+    except LaunchError as error:
+        raise ArgumentError(f"{rejected} the script cannot start again: {error}") from error
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user of the process at the other end, as the kernel says."""
-    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, user
+def _ignore(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
-def _greeting(connection: socket.socket) -> tuple[int, str]:
-    """The slot and the digest that the process at the other end tells, (0, "") if it is none of the shims."""
-    if _peer(connection)[1] != os.geteuid():
-        return 0, ""
-    line = b""
-    connection.settimeout(_LINE_SECONDS)
-    with contextlib.suppress(OSError):
-        while len(line) < 64 and not line.endswith(b"\n") and (data := connection.recv(64 - len(line))):
-            line += data
-    found = re.fullmatch(rb"(\d{1,6}) ([0-9a-f]{16})\n", line)
-    return (int(found[1]), found[2].decode()) if found else (0, "")
+def _meet(record: LaunchRecord, work: Sequence[Any], reserved: socket.socket | None) -> list[dict[str, Any]]:
+    """Meet the job's other processes once; returns what each tells of itself, in rank order.
+
+    Args:
+        record: of this process.
+        work: what it would run, which must be the same in all.
+        reserved: of rank 0, a port of its host.
+
+    Raises:
+        ArgumentError: ranks have another command.
+        LaunchError, MissingDependency: they do not find each other.
+    """
+    own: dict[str, Any] = {
+        "domain": shared_memory_domain(),
+        "host": socket.gethostname(),
+        "work": hashlib.sha256(json.dumps(work).encode("utf-8", "surrogateescape")).hexdigest(),
+        "pid": os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+    if reserved is not None:
+        own |= {"addresses": own_addresses(), "port": reserved.getsockname()[1], "key": secrets.token_hex(32)}
+    everyone: list[dict[str, Any]] = (mpi if record.kind == "mpi" else tcp).exchange(record, own)
+    if different := [rank for rank, one in enumerate(everyone) if one["work"] != everyone[0]["work"]]:
+        raise ArgumentError(
+            f"{name_ranks(different)} {'has' if len(different) == 1 else 'have'} another command, directory or "
+            'min_ranks than rank 0, but with on_failure="continue" all ranks have to start alike.'
+        )
+    return everyone
 
 
-def _use_all_cores(others: list[socket.socket]) -> None:
-    """Let the ranks run on all cores that the launcher has bound any of these processes to."""
-    with contextlib.suppress(OSError, AttributeError):
-        allowed = [os.sched_getaffinity(_peer(connection)[0]) for connection in others]
-        os.sched_setaffinity(0, os.sched_getaffinity(0).union(*allowed))
+def ranks_of_hosts(everyone: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The ranks of each host, that of rank 0 first.
+
+    Args:
+        everyone: what each rank tells of itself.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(everyone):
+        ranks.setdefault(one["domain"], []).append(rank)
+    return list(ranks.values())
 
 
-def _run(command: list[str], others: list[socket.socket], launcher: Launcher) -> int:
-    """Run a command, which ends when the launcher does or a shim asks for it, and return its exit status."""
-    import subprocess
-
-    waking, wakes = socket.socketpair()
-    waking.setblocking(False)
-    wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-    end_signals = set(_heeded(_END_SIGNALS))
-    for handled in (signal.SIGCHLD, *end_signals, *_heeded(_USER_SIGNALS)):
-        signal.signal(handled, lambda *_: None)
-    library = ctypes.CDLL(None)
-
-    def before_exec() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        for user_signal in _USER_SIGNALS:  # launchers may send them to all that run under them, for the ranks to heed
-            signal.signal(user_signal, signal.SIG_IGN)
-
-    process = subprocess.Popen(command, preexec_fn=before_exec)  # noqa: PLW1509 - there is one thread
-    poll = select.poll()
-    for heard in (waking, *others):
-        poll.register(heard, select.POLLIN)
-    while process.poll() is None:
-        ready = [descriptor for descriptor, _ in poll.poll(_LOOK_SECONDS * 1e3)]
-        signals: set[int] = set()
-        if waking.fileno() in ready:
-            ready.remove(waking.fileno())
-            with contextlib.suppress(BlockingIOError):
-                signals.update(waking.recv(4096))
-        for number in signals.intersection(_USER_SIGNALS):
-            for rank in _children(process.pid):
-                with contextlib.suppress(OSError):
-                    os.kill(rank, number)
-        if asked := signals & end_signals:
-            process.send_signal(min(asked))
-        elif ready or launcher.is_gone():
-            process.terminate()
-            for descriptor in ready:
-                poll.unregister(descriptor)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+def _check_for_several_hosts(by: str, max_ranks: int) -> None:
+    where = f"does not work under {by} on several hosts, only on one"
+    if max_ranks:
+        raise ArgumentError(f"max_ranks={max_ranks} {where}: leave it out.")
+    if standbys := config.STANDBYS.get():
+        raise ArgumentError(
+            f"{config.STANDBYS.name}={standbys} {where}: unset it. "
+            'With on_failure="replace", lost ranks are then replaced by processes that start at that moment.'
+        )
 
 
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-        yield from map(int, file.read().split())
+def _place(
+    everyone: Sequence[Mapping[str, Any]],
+    hosts: Sequence[Sequence[int]],
+    own: Sequence[int],
+    command: Sequence[str],
+    policy: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the supervisor of a host has to know: the fields of `HostJob`, and the names and ranks of all hosts."""
+    index, first = hosts.index(own), everyone[0]
+    job = {
+        "addresses": first["addresses"] if index else ["127.0.0.1"],
+        "port": first["port"],
+        "key": first["key"],
+        "index": index,
+        "hosts": len(hosts),
+        "ranks": own,
+        "size": len(everyone),
+        "command": command,
+        "environment": policy,
+        "patience": config.START_TIMEOUT.get(),
+        "replaces": policy[config.ON_FAILURE.name] == "replace",
+    }
+    return {"job": job, "hosts": [(everyone[ranks[0]]["host"], ranks) for ranks in hosts]}
 
 
-def _heeded(numbers: tuple[signal.Signals, ...]) -> list[signal.Signals]:
-    """Those that this process does not ignore, as nohup has it ignore SIGHUP."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def _ended_by(number: signal.Signals) -> int:
-    return 128 + number
-
-
-def _fail(text: str) -> int:
-    print(f"ring_plugins: {text}", file=sys.stderr)
-    return 1
-
-
-def _main(role: str, name: str, number: str, digest: str, pid: str, started: str, timeout: str, *command: str) -> int:
-    launcher = Launcher(int(pid), started)
-    if role == "first":
-        return run_first_shim(name, int(number), digest, launcher, float(timeout), list(command))
-    for user_signal in _USER_SIGNALS:  # the first hands them to the ranks
-        signal.signal(user_signal, signal.SIG_IGN)
-    return run_other_shim(name, int(number), digest, launcher, float(timeout))
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables by which a launcher tells its processes who they are."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_KEPT) or not (name.startswith(_PREFIXES) or name in _NAMES)
+    }

@@ -5,7 +5,7 @@ waiting rank can say anything. So each rank of a host leaves a mark first, and t
 that looks for the marks after a few seconds, says which are missing, and is ended when MPI_Init returns.
 
 A mark is a socket in Linux's abstract namespace: it needs no file, and the kernel removes it with the process. Its name
-is random, and only sockets of this user count (launcher_shim.py).
+is random, and only sockets of this user count (net/user_socket.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.log import writes_to_standard_error
 from ring_plugins.core.base.own_python import search_path
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
-from ring_plugins.core.rendezvous.launcher_shim import connect_below, listen_below
+from ring_plugins.core.net.user_socket import connect_below, listen_below
 from ring_plugins.core.rendezvous.record import LaunchRecord
 
 #: What the small process runs, isolated from the current directory (own_python.py): nothing of this package is imported

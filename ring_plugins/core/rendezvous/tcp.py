@@ -118,10 +118,7 @@ def connect(record: LaunchRecord, generation: int) -> Rendezvous:
     assert size is not None
     if not 0 <= rank < size:
         raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}.")
-    # torchrun and srun count the ranks of a host; other launchers' LOCAL_WORLD_SIZE may be anything.
-    one_host = record.local_size == size and ("TORCHELASTIC_RUN_ID" in os.environ or record.by == "srun")
-    address = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "")
-    connections = _meet(rank, size, address, generation, "127.0.0.1" if one_host else "")
+    connections = _meet(rank, size, _inside_host(record), generation)
     try:
         transport, address = _open_transport(connections, rank)
     except BaseException:
@@ -155,11 +152,11 @@ def wait_outside(record: LaunchRecord, join_info: Mapping[str, Any], world_rank:
     )
 
 
-def exchange(record: LaunchRecord, payload: Any, generation: int = 0) -> list[Any]:
+def exchange(record: LaunchRecord, payload: Any) -> list[Any]:
     """Every rank's payload, in rank order, without staying connected.
 
     Args:
-        record, generation: as for `connect`.
+        record: as for `connect`.
         payload: anything that JSON can hold.
 
     Raises:
@@ -168,7 +165,7 @@ def exchange(record: LaunchRecord, payload: Any, generation: int = 0) -> list[An
     os.environ.update(record.variables)
     assert record.rank is not None
     assert record.size is not None
-    connections = _meet(record.rank, record.size, os.environ.get("MASTER_ADDR", ""), generation)
+    connections = _meet(record.rank, record.size, _inside_host(record), 0)
     try:
         return connections.gather(payload)
     finally:
@@ -181,7 +178,15 @@ def _end_process(code: int) -> None:
     os._exit(code)
 
 
-def _meet(rank: int, size: int, address: str, generation: int, listen_at: str = "") -> bootstrap.Bootstrap:
+def _inside_host(record: LaunchRecord) -> str:
+    """The address at which ranks meet that are all on one host, "" if they may be on several."""
+    # torchrun and srun count the ranks of a host; other launchers' LOCAL_WORLD_SIZE may be anything.
+    counts = "TORCHELASTIC_RUN_ID" in os.environ or record.by == "srun"
+    return "127.0.0.1" if counts and record.local_size == integer("WORLD_SIZE") else ""
+
+
+def _meet(rank: int, size: int, listen_at: str, generation: int) -> bootstrap.Bootstrap:
+    address = listen_at or os.environ.get("MASTER_ADDR", "")
     store = _open_store(generation)
     secret = bootstrap.job_secret()
     if store is None:

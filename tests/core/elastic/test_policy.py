@@ -105,14 +105,14 @@ def test_a_job_with_a_supervisor_on_each_host_grows_as_far_as_ring_run_was_told(
     prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
 
 
-def test_a_launchers_processes_become_launcher_shims(monkeypatch):
+def test_a_launchers_processes_start_anew_under_supervisors(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
-    with pytest.raises(ArgumentError, match="RANK and MASTER_ADDR if it does not start all ranks on this host"):
+    with pytest.raises(ArgumentError, match="work under the variables RANK and MASTER_ADDR: start the job with mpirun"):
         prepare_to_continue(None, CONTINUE, 0)
     held = []
-    monkeypatch.setattr(policy, "become_launcher_shim", lambda *arguments: held.append(arguments) or sys.exit())
+    monkeypatch.setattr(policy, "restart_under_supervisors", lambda *arguments: held.append(arguments) or sys.exit())
     with pytest.raises(ArgumentError, match="min_ranks=5 is more than the 2 ranks"):
         prepare_to_continue(None, FailurePolicy(True, 5), 0)
     with pytest.raises(ArgumentError, match="cannot be called again"):
@@ -179,10 +179,10 @@ def test_all_ranks_must_want_it_and_be_able_to():
     check_policies([(True, 1, True, 4)] * 2, False, True, "2 ranks on 2 hosts", has_slots=True)
 
 
-def test_ranks_that_were_started_one_by_one_need_nobody_who_becomes_a_launcher_shim(monkeypatch):
+def test_ranks_that_were_started_one_by_one_stay_as_they_are(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(policy, "become_launcher_shim", lambda *arguments: sys.exit())
+    monkeypatch.setattr(policy, "restart_under_supervisors", lambda *arguments: sys.exit())
     prepare_to_continue(None, CONTINUE, 0)
     with pytest.raises(ArgumentError, match=r'"replace" needs somebody .* start the job with `ring run`, mpirun'):
         prepare_to_continue(None, FailurePolicy(True, 1, True), 0)

@@ -35,7 +35,7 @@ def main() -> int:
         signal.signal(number, lambda number, _: asked.append(number))
     signal.signal(signal.SIGUSR1, lambda number, _: send(tasks, number))
     end = 0.0
-    while any(task.poll() is None for task in tasks):
+    while None in [task.poll() for task in tasks]:
         if not end and (asked or any(task.returncode for task in tasks)):
             end = time.monotonic() + KILL_WAIT
             send(tasks, signal.SIGTERM)

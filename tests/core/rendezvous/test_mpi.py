@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from ring_plugins.core.net.user_socket import connect_below
 from ring_plugins.core.rendezvous import mpi_arrivals
-from ring_plugins.core.rendezvous.launcher_shim import connect_below
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from tests.launch import run_ranks, start_ranks
 
