@@ -89,8 +89,8 @@ class Job(Protocol):
 
 
 _failed = False
-#: Whether it failed because of a peer.
-_followed = False
+#: The exit status of the job if it failed because of a peer, 1 if that is not known; else 0.
+_followed = 0
 #: Whether the hook has said all of it: a signal's handler that raises may end it before, or before it has begun.
 _told = False
 _installed = False
@@ -119,7 +119,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
     set_on_death(lambda thread, error: _end_with_thread(current(), thread, error))
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failed, _followed, _told
+        global _failed, _told
         _failed = True
         job = current()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
@@ -135,7 +135,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         try:
             cause = consequence(job, error)
             if cause is not None:
-                _followed, cause = True, _with_exit_status(cause)
+                cause = _with_exit_status(cause)
             if cause is not None and logger.isEnabledFor(logging.ERROR):
                 logger.error(f"rank {rank} ends because {cause}")
             elif isinstance(error, KeyboardInterrupt) and job.topology.rank > 0:
@@ -157,9 +157,16 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
         elif other is not None and is_reported:
             time.sleep(_PRINTING)
         _told = True
-        job.abort(job.status_after(cause or error))
+        _abort(job, error, cause)
 
     sys.excepthook = uncaught
+
+
+def _abort(job: Job, error: BaseException, cause: PeerFailed | None) -> None:
+    global _followed
+    status = job.status_after(cause or error)
+    _followed = status if cause is not None else 0
+    job.abort(status)
 
 
 def exit_status() -> int:
@@ -315,9 +322,11 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     if isinstance(error, PeerFailed):
         return error
     if isinstance(error, PeerRejected) and job.failure_detector is not None:
-        end = time.monotonic() + _SAME_ERROR  # the rank that rejected probably ends by that
-        while (failure := job.failure_detector.failure()) is None and time.monotonic() < end:
-            time.sleep(0.005)
+        detector, end = job.failure_detector, time.monotonic() + _SAME_ERROR
+        while (failure := detector.failure()) is None and not detector.exited() and time.monotonic() < end:
+            time.sleep(0.005)  # the rank that rejected probably ends by that
+        for rank, status in detector.exited().items() if failure is None else ():
+            return PeerFailed(f"rank {rank} ended with exit status {status} (sys.exit).", rank)
         return failure
     if job.failure_detector is None or not job.failure_detector.aborted or PeerFailed.__name__ not in summary(error):
         return None
@@ -354,7 +363,7 @@ def _at_exit(current: Callable[[], Job | None], shutdown: Callable[[], None]) ->
     if status and (_followed or not _failed):
         logging.shutdown()  # os._exit skips it, and the user's handlers may hold records
         flush_output()
-        os._exit(own or status)  # the others fail because this rank has left
+        os._exit(own or (_followed if _followed > 1 else status))  # own: the others fail because this rank has left
 
 
 def _wait_for_children() -> int:

@@ -593,6 +593,8 @@ class World:
             self.observers.flush()
             is_own = not isinstance(error, PeerFailed) or error.rank == self.world_rank
             self._note_end(TOLD if is_own else FOLLOWED)
+            if is_own and (status := self.status_after(error)) > 1:
+                self.failure_detector.leave(status)
             self.failure_detector.fail(error)
 
     def _note_end(self, how: int = TOLD) -> None:
@@ -618,10 +620,13 @@ class World:
 
     def status_after(self, error: BaseException) -> int:
         """The exit status of a job that ends because of an error; a failed peer's own, if that is known here."""
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            return error.code & 0xFF
         if not isinstance(error, PeerFailed):
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        detector = self.failure_detector
-        return (detector and detector.exit_status(error.rank)) or status_of_child(error.rank) or 1
+        exited = self.failure_detector.exited() if self.failure_detector is not None else {}
+        # A rank that gave up because of another's exit is no cause, but may be the one that was heard of first.
+        return exited.get(error.rank) or status_of_child(error.rank) or next(iter(exited.values()), 1)
 
     def abort(self, status: int = 1) -> None:
         """End the whole job with an exit status, if the launcher can."""

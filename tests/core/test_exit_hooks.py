@@ -12,6 +12,7 @@ import pytest
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.failure_detector import summary
+from ring_plugins.core.control.wait import PeerRejected
 
 
 class Job:
@@ -49,7 +50,7 @@ def uncaught(monkeypatch):
     shown = []
     monkeypatch.setattr(exit_hooks, "_installed", False)
     monkeypatch.setattr(exit_hooks, "_failed", False)
-    monkeypatch.setattr(exit_hooks, "_followed", False)
+    monkeypatch.setattr(exit_hooks, "_followed", 0)
     monkeypatch.setattr(exit_hooks, "_told", False)
     monkeypatch.setattr(exit_hooks, "_AFTER_PEER", 0.0)
     monkeypatch.setattr(exit_hooks, "_PRINTING", 0.0)
@@ -176,7 +177,7 @@ def test_a_first_process_that_a_child_made_fail_ends_with_the_childs_status(unca
     """Otherwise with that of Python, for an exception of its own."""
     job, ends = Job(rank=0), []
     uncaught(job, error)
-    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 3)
+    monkeypatch.setattr(exit_hooks.spawn, "wait_for_children", lambda failed: 137)  # it had to be killed
     monkeypatch.setattr(exit_hooks.logging, "shutdown", lambda: None)
     monkeypatch.setattr(exit_hooks.os, "_exit", ends.append)
     job.operations = lambda: 0
@@ -227,6 +228,14 @@ def test_without_other_ranks_the_hook_only_shows_the_error(uncaught):
     job, error = Job(), ValueError("no data")
     job.topology.size = 1
     assert uncaught(job, error) == [error] and job.calls == []
+
+
+def test_a_rank_that_rejected_an_operation_and_left_with_a_status_is_the_cause():
+    """As one does that calls sys.exit in the middle of Keras' fit."""
+    job = Job()
+    job.failure_detector.exited = lambda: {0: 3}
+    cause = exit_hooks.consequence(job, PeerRejected("rank 0 could not take part in the next step"))
+    assert str(cause) == "rank 0 ended with exit status 3 (sys.exit)." and cause.rank == 0
 
 
 def test_a_peers_failure_is_found_inside_a_frameworks_error():

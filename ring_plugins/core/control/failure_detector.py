@@ -228,6 +228,11 @@ class FailureDetector:
         local = self._local_peers.exit_status(rank) if self._local_peers is not None else 0
         return self._exit_status.get(rank) or local
 
+    def exited(self) -> dict[int, int]:
+        """The other ranks that have said that they end with an exit status, and it."""
+        statuses = {rank: self.exit_status(rank) for rank in range(len(self.membership)) if rank != self.rank}
+        return {rank: status for rank, status in statuses.items() if status}
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process has ended normally; on another host, whether it should have by now."""
         if self._local_peers is not None and rank in self._local_peers.others:

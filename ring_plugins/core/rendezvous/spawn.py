@@ -394,13 +394,15 @@ def wait_for_children(failed: bool) -> int:
             for child in running:
                 child.kill()
                 child.wait()
+            break
         time.sleep(0.005)
     codes = {rank: child.returncode for rank, child in enumerate(children, start=1) if child.returncode}
     if not codes:
         return 0
     assert _rendezvous is not None
-    rank = first_cause(codes, ended, _rendezvous.slots.has_followed)
-    if not failed:
+    has_followed = _rendezvous.slots.has_followed
+    rank = first_cause(codes, ended, has_followed)
+    if not failed and not has_followed(rank):  # else this process is the cause, as that rank has said
         logger.error(f"rank {rank} ended with {ending(codes[rank])}.")
     return as_status(codes[rank])
 
