@@ -11,6 +11,7 @@ import keras
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.validation import all_equal
 from ring_plugins.keras.writers import ORBAX, WRITERS, HeldWriter
 
 #: Callbacks that save weights.
@@ -130,7 +131,7 @@ def differing_decisions(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int])
     found = []
     for name in dict.fromkeys(name for made in by_rank for name in made):
         made = {rank: decisions[name] for rank, decisions in zip(ranks, by_rank, strict=True) if name in decisions}
-        if len(set(made.values())) > 1:
+        if not all_equal([*made.values()]):
             found.append(f"{name} ({', '.join(f'rank {rank}: {value}' for rank, value in made.items())})")
     return ", ".join(found)
 

@@ -58,8 +58,14 @@ class _RateCallback(keras.callbacks.Callback):
         self, steps_per_epoch: int | None, initial_learning_rate: float | None, momentum_correction: bool
     ) -> None:
         super().__init__()
-        if steps_per_epoch is not None and steps_per_epoch < 1:
+        if steps_per_epoch is not None and (not is_number(steps_per_epoch) or steps_per_epoch < 1):
             raise ArgumentError(f"steps_per_epoch={steps_per_epoch!r} is not a positive number.")
+        given = initial_learning_rate
+        if given is not None and (not is_number(given) or not 0 <= given < math.inf):
+            raise ArgumentError(
+                f"initial_learning_rate={given!r} is not a learning rate: pass the number that is right for one "
+                "process."
+            )
         self.steps_per_epoch = steps_per_epoch
         self.initial_learning_rate = initial_learning_rate
         self.momentum_correction = momentum_correction
@@ -226,8 +232,8 @@ class LearningRateWarmupCallback(_RateCallback):
         initial_learning_rate: float | None = None,
     ) -> None:
         super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction)
-        if warmup_epochs < 0:
-            raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is negative.")
+        if not is_number(warmup_epochs) or not 0 <= warmup_epochs < math.inf:
+            raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is not a number of epochs, 0 or more.")
         scale_for(scaling, 1)
         self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
         self._is_over = self._has_said_rate = False
@@ -346,6 +352,14 @@ class LearningRateScheduleCallback(_RateCallback):
         initial_learning_rate: float | None = None,
     ) -> None:
         super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction)
+        if not callable(multiplier) and not (is_number(multiplier) and 0 <= multiplier < math.inf):
+            raise ArgumentError(
+                f"multiplier={multiplier!r} is neither a number nor a function: pass a factor of the rate, or a "
+                "function of the epoch that returns one."
+            )
+        for name, given in (("start_epoch", start_epoch), ("end_epoch", end_epoch)):
+            if not is_number(given) and (given is not None or name == "start_epoch"):
+                raise ArgumentError(f"{name}={given!r} is not the number of an epoch.")
         if end_epoch is not None and end_epoch <= start_epoch:
             raise ArgumentError(f"end_epoch={end_epoch!r} is not after start_epoch={start_epoch!r}.")
         scale_for(scaling, 1)
@@ -356,6 +370,11 @@ class LearningRateScheduleCallback(_RateCallback):
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return None
         own = self.multiplier(int(epoch) if self.staircase else epoch)
+        if not is_number(own) or not 0 <= own < math.inf:
+            raise ArgumentError(
+                f"the multiplier of {type(self).__name__} returned {own!r} for epoch {epoch:g}, not a number that a "
+                "rate can be multiplied by."
+            )
         scale = self._scale()
         return own * (scale if scale != 1.0 else scale_for(self.scaling, connect().topology.size))
 
@@ -365,6 +384,16 @@ class LearningRateScheduleCallback(_RateCallback):
     def _follow_losses(self, batch: int) -> bool:
         super()._follow_losses(batch)
         return self._scale() == 1.0 and self.scaling != "none"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, also one of numpy or a framework, and not a bool."""
+    if isinstance(value, bool | str) or value is None:
+        return False
+    try:
+        return not math.isnan(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def scale_for(scaling: Scaling, size: int) -> float:

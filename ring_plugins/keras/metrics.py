@@ -32,8 +32,10 @@ from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.broadcast import synchronize_fit
 from ring_plugins.keras.callback_list import call_when_over, show_on_one_rank
 from ring_plugins.keras.first_step import expect_broadcast
+from ring_plugins.keras.interrupted_fit import argument_of_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.state import value_of
+from ring_plugins.keras.validation import check_equal_validation
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -57,7 +59,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     All ranks must call `fit` and `evaluate`.
 
     Raises:
-        ArgumentError: `averaged` is not a list of names.
+        ArgumentError: `averaged` is not a list of names, or the model has no metric of such a name.
+        MismatchError: some ranks have validation data and others have none.
     """
 
     def __init__(self, averaged: Sequence[str] = ()) -> None:
@@ -75,7 +78,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         connect()
         expect_broadcast(self)
         self._restore()  # an earlier fit may have been interrupted
-        if self._enter():
+        is_new = self._enter()
+        if self._communicator is not None:
+            data, frequency = argument_of_fit("validation_data"), argument_of_fit("validation_freq")
+            check_equal_validation(data, frequency, self._communicator)
+        if is_new:
             make_train_function(self.model)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -136,6 +143,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         assert self._communicator is not None
         synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
         metrics = _flat(self._model.metrics)
+        self._check_names({metric.name for metric in metrics} | set(logs if isinstance(logs, dict) else ()))
         averaged, starting_alike = self._averaged(metrics)
         self._warn(averaged)
         begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}
@@ -146,6 +154,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 return keras.tree.map_structure(_copied, result)
         # Returned by the user's own train_step or test_step.
         return keras.tree.map_structure(self._mean, logs) if isinstance(logs, dict) else logs
+
+    def _check_names(self, known: set[str]) -> None:
+        if unknown := [name for name in self.averaged if name not in known]:
+            raise ArgumentError(
+                f"averaged={list(self.averaged)!r}: the model has no metric {unknown[0]!r}. It has "
+                f"{', '.join(map(repr, sorted(known)))}."
+            )
 
     @contextlib.contextmanager
     def _averaging(self, metrics: list[Any]) -> Iterator[None]:

@@ -67,14 +67,34 @@ def check_equal_steps(params: dict[str, Any] | None, communicator: Communicator)
         MismatchError: the numbers differ.
     """
     given = params or {}
-    for key, what in (("steps", "steps per epoch"), ("epochs", "epochs")):
-        _check_equal(
-            given.get(key),
-            communicator,
-            f"ranks would take different numbers of {what}",
-            "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch to "
-            "fit().",
-        )
+    data = "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch."
+    epochs = "Pass the same epochs to fit() on all ranks."
+    for key, what, remedy in (("steps", "steps per epoch", data), ("epochs", "epochs", epochs)):
+        _check_equal(given.get(key), communicator, f"ranks would take different numbers of {what}", remedy)
+
+
+def check_equal_validation(data: Any, frequency: Any, communicator: Communicator) -> None:
+    """Check that all ranks validate in the same epochs, if their metrics are computed together. Collective.
+
+    Args:
+        data, frequency: arguments of `fit`.
+        communicator: communicator of all ranks.
+
+    Raises:
+        MismatchError: some ranks have no data, or other epochs.
+    """
+    own = "no validation_data" if data is None else f"validation_data, with validation_freq={frequency!r}"
+    _check_equal(
+        own,
+        communicator,
+        "MetricAverageCallback computes metrics from all ranks' data, but the ranks would validate in other epochs",
+        "Pass validation_data, as ring_plugins.keras.shard divides it, and validation_freq to fit() on all ranks.",
+    )
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    """Whether values are equal, with NaN equal to itself."""
+    return all(value == values[0] or repr(value) == repr(values[0]) for value in values)
 
 
 def check_equal_epochs(epoch: int, communicator: Communicator) -> None:
@@ -106,7 +126,7 @@ def check_equal_learning_rates(optimizer: Any, communicator: Communicator) -> No
     """
     own = [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in updating_optimizers(optimizer)]
     rates = communicator.all_gather_object(own[0] if len(own) == 1 else tuple(own), "learning rates")
-    if len(set(rates)) > 1:
+    if not all_equal(rates):
         raise MismatchError(
             f"learning rates differ among ranks: {rates}, in rank order. A callback such as ReduceLROnPlateau used "
             "metrics of its own rank; add MetricAverageCallback()."
@@ -355,6 +375,6 @@ def all_use_nccl(is_here: bool, framework: str, variable: str, communicator: Com
 def _check_equal(value: Any, communicator: Communicator, problem: str, remedy: str) -> None:
     """Raise MismatchError with every rank's value if they differ. Collective."""
     values = communicator.all_gather_object(value, "arguments")
-    if len(set(values)) > 1:
+    if not all_equal(values):
         by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(communicator.ranks, values, strict=True))
         raise MismatchError(f"{problem} ({by_rank}). {remedy}")

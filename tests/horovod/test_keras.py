@@ -157,6 +157,11 @@ for i in range(3):
     training_step(x[i, rank::2], y[i, rank::2], i == 0)
 report("broadcast in a function", [hash(v.numpy().tobytes()) for v in net.variables + adam.variables])
 
+try:
+    hvd.DistributedGradientTape(None)
+except ring.ArgumentError as error:
+    report("no tape", str(error))
+
 # Averages that a script keeps are not overwritten by the next step's.
 variable = tf.Variable([1.0, 2.0])
 kept = []
@@ -232,6 +237,7 @@ def test_a_loop_for_horovod_with_tensorflow():
         assert result.values(key)[0] == result.values(key)[1], key
     assert max(result.values("apart") + result.values("losses apart")) < 1e-6
     assert result.values("scaled integers") == [[[2, 10], [3, 10], [14, 50]] * 2] * 2
+    assert result.values("no tape") == ["gradtape=None is not a tf.GradientTape; pass the tape of the loss."] * 2
     assert result.values("kept") == [[[3, 6], [30, 60]]] * 2
     assert result.values("sparse") == [[[0.5, 0.5], [1, 1], [0.5, 0.5], [0, 0]]] * 2
     assert result.values("unused") == [True, True]

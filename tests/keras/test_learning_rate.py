@@ -79,6 +79,15 @@ def test_the_rate_is_said_once_with_a_warning_where_it_may_be_multiplied_twice(s
     assert others == [[], []]
 
 
+@on_ranks("wrong_arguments", "torch")
+def test_arguments_that_are_no_rates_or_epochs_are_rejected_by_name(seen):
+    names = ["multiplier"] * 5 + ["start_epoch", "steps_per_epoch"] + ["initial_learning_rate"] * 3 + ["warmup_epochs"]
+    for *errors, returned in seen:
+        begins = [error.partition("=")[0] for error in errors]
+        assert begins == [f"ArgumentError: {name}" for name in names], errors
+        assert returned.startswith("ArgumentError: the multiplier of LearningRateScheduleCallback returned None for")
+
+
 @on_ranks("resumed_schedules", "torch")
 def test_a_schedule_that_another_number_of_ranks_has_counted_is_told_with_the_numbers(seen):
     (same, (text,)), others = seen

@@ -92,3 +92,13 @@ def test_a_warning_names_the_cost_of_copies_from_gpus(seen):
     assert "RING_JAX_NCCL=1" in found["jax"] and found["compressed"] == found["jax"]
     assert found["tensorflow by NCCL"] == found["jax by NCCL"] == found["torch"] == ""
     assert set(on_another_rank.values()) == {""}
+
+
+@on_ranks("arguments_of_fit_that_differ", "torch")
+def test_arguments_of_fit_that_differ_are_told_by_their_names(seen):
+    for found in seen:
+        assert "numbers of epochs (rank 0: 1, rank 1: 2). Pass the same epochs to fit()" in found["epochs"]
+        assert found["validation"].startswith("MismatchError: MetricAverageCallback"), found
+        assert "rank 1: no validation_data" in found["validation"]
+        assert "the model has no metric 'val_loss'. It has 'loss'" in found["name"]
+        assert found["without metrics"] == found["NaN"] == "none"

@@ -98,6 +98,8 @@ class DistributedGradientTape:
                 f"KERAS_BACKEND={keras_itself.backend.backend()!r}, but DistributedGradientTape needs Keras on "
                 "TensorFlow."
             )
+        if not callable(getattr(gradtape, "gradient", None)):
+            raise ArgumentError(f"gradtape={gradtape!r} is not a tf.GradientTape; pass the tape of the loss.")
         self._tape, self._compression = gradtape, check_compression(compression)
         self._sparse_as_dense = sparse_as_dense
 

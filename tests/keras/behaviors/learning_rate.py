@@ -18,7 +18,7 @@ from ring_plugins.keras import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tests.keras.behaviors import behavior, fit, logged
+from tests.keras.behaviors import behavior, error_of, fit, logged
 from tests.keras.scenarios import dense, momentum
 
 
@@ -66,6 +66,18 @@ def two_callbacks_on_a_schedule() -> Any:
     fit(model, [after, BroadcastCallback()])
     expected = [0.1 * 0.5 ** (step / 4) for step in range(1, 13)]
     return {"rates": rates.seen, "after": after.seen, "expected": expected}
+
+
+@behavior
+def wrong_arguments() -> Any:
+    """The errors of arguments that are no numbers, and of a multiplier that returns none."""
+    given = [{"multiplier": value} for value in (None, "x", -1.0, float("nan"), True)]
+    given += [{"multiplier": 1.0, "start_epoch": "1"}, {"multiplier": 1.0, "steps_per_epoch": "4"}]
+    given += [{"multiplier": 1.0, "initial_learning_rate": value} for value in (-0.1, "0.1", float("inf"))]
+    found = [error_of(lambda options=options: LearningRateScheduleCallback(**options)) for options in given]
+    found.append(error_of(lambda: LearningRateWarmupCallback(warmup_epochs=None)))
+    calls = [LearningRateScheduleCallback(lambda epoch: None), BroadcastCallback()]
+    return [*found, error_of(lambda: fit(dense(keras.optimizers.SGD(0.1)), calls))]
 
 
 @behavior

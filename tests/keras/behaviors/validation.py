@@ -48,6 +48,23 @@ def one_rank_stops() -> Any:
 
 
 @behavior
+def arguments_of_fit_that_differ() -> Any:
+    """The errors of numbers of epochs and of validation data that differ; a rate that is NaN on all ranks is equal."""
+    model, x, y = dense(momentum()), *features(1, 4)
+    given = {"validation_data": (x, y)} if ring.rank() == 0 else {}
+    averaging = [MetricAverageCallback(), BroadcastCallback()]
+    unknown = [MetricAverageCallback(averaged=["val_loss"]), BroadcastCallback()]
+    found = {
+        "epochs": error_of(lambda: fit(model, [BroadcastCallback()], epochs=1 + ring.rank())),
+        "validation": error_of(lambda: fit(model, averaging, **given)),
+        "without metrics": error_of(lambda: fit(model, [BroadcastCallback()], **given)),
+        "name": error_of(lambda: fit(model, unknown)),
+    }
+    model = dense(keras.optimizers.SGD(float("nan")))
+    return {**found, "NaN": error_of(lambda: fit(model, [BroadcastCallback()]))}
+
+
+@behavior
 def rejections() -> Any:
     x, y = features(1, 4)
     rows = 16 if ring.rank() == 0 else 8
