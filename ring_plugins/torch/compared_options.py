@@ -159,6 +159,7 @@ class ComparedOptions:
             self._values = values
             with np.errstate(over="ignore"):
                 rounded = np.array(_flat(values, []), np.float32)
+            rounded[np.isnan(rounded)] = np.nan  # there are several, which only their bits tell apart
             self._checksum = zlib.crc32(rounded.tobytes())
             self._numbers = {}
         if self._seen_checksum != self.place.checksum:

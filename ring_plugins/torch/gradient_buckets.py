@@ -649,11 +649,12 @@ def _entry(name: str, parameter: nn.Parameter, gpu: int | None, compression: Com
 
 
 def _view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient's place in the bucket."""
-    flat = bucket[offset : offset + parameter.numel()]
+    """The gradient's place in the bucket: no view as autograd knows them, which scripts could not `detach_()`."""
+    place = bucket.untyped_storage(), bucket.storage_offset() + offset, parameter.shape
+    empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
     if parameter.numel() and is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride())
-    return flat.view(parameter.shape)
+        return empty.set_(*place, parameter.stride())
+    return empty.set_(*place, _contiguous_strides(parameter))
 
 
 def _laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:

@@ -54,10 +54,7 @@ def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> 
     row = trailing.numel()
     communicator.all_gather(_flat(values), _flat(all_values), [n * row for n in counts])
     averaged = all_values / communicator.size
-    # torch cannot resize memory that numpy has seen, as adding another gradient to one of no rows does. With two rows
-    # and more, `coalesce` makes new indices.
-    found = all_indices.t().clone() if total < 2 else all_indices.t()
-    summed = torch.sparse_coo_tensor(found, averaged, parameter.shape, check_invariants=False)
+    summed = torch.sparse_coo_tensor(all_indices.t(), averaged, parameter.shape, check_invariants=False)
     parameter.grad = summed.coalesce()
 
 

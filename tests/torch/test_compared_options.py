@@ -51,6 +51,7 @@ def test_a_difference_on_one_rank_of_many_is_found(one, other):
     [
         ({"lr": 0.1}, {"lr": 0.1 + 1e-15}),  # another math library
         ({"lr": 1}, {"lr": 1.0}),
+        ({"lr": float("nan")}, {"lr": -float("nan")}),
         ({"lr": 0.1}, {"lr": torch.tensor(0.1)}),
         ({"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None}),
     ],

@@ -41,7 +41,12 @@ def name_of(dtype: np.dtype[Any]) -> str:
     if known is not None:
         return known
     name = dtype.name
-    if name not in STORAGE or not dtype.isnative:
+    if name in STORAGE and not dtype.isnative:
+        raise ArgumentError(
+            f"dtype={dtype} cannot be sent, since its byte order is not that of this processor: pass "
+            "x.astype(x.dtype.newbyteorder('=')), or use all_gather_object / broadcast_object."
+        )
+    if name not in STORAGE:
         raise ArgumentError(
             f"dtype={dtype} cannot be sent; use one of {', '.join(sorted(STORAGE))}, "
             "or all_gather_object / broadcast_object for arbitrary Python objects."
@@ -83,6 +88,8 @@ def check_reducible(dtype: str, op: Op) -> None:
     if type(op) is not Op:
         raise ArgumentError(f"op={op!r} is not one of {', '.join(f'ring_plugins.{one.name}' for one in Op)}.")
     if op is Op.AVERAGE and dtype not in (*FLOATS, *COMPLEX, *FLOATS8):
-        raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first, or use op=SUM.")
+        # The sum of booleans is their logical or.
+        instead = "" if dtype == "bool" else ", or use op=SUM"
+        raise ArgumentError(f"op=AVERAGE of dtype={dtype} would round; convert to float32 first{instead}.")
     if op in (Op.MIN, Op.MAX) and dtype in COMPLEX:
         raise ArgumentError(f"op={op.name} of dtype={dtype}: complex numbers have no order.")

@@ -259,31 +259,41 @@ class HostCommunicator:
 
     def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
         check_rank(root, self)
-        return self._executor.run(
-            fingerprint(operation or "broadcast_object", detail=f"root {root}"), self._broadcast_object, item, root
-        )
+        kind = operation or "broadcast_object"
+        data = self._pickled(item, kind) if self.rank == root else np.empty(0, np.uint8)
+        return self._executor.run(fingerprint(kind, detail=f"root {root}"), self._broadcast_object, item, data, root)
 
-    def _broadcast_object(self, item: Any, root: int, operation: Fingerprint) -> Any:
-        data = _pickled(item) if self.rank == root else np.empty(0, np.uint8)
+    def _broadcast_object(self, item: Any, data: Bytes, root: int, operation: Fingerprint) -> Any:
         length = np.array([data.size])
         self._bytes.broadcast(length.view(np.uint8), root, operation)
         if self.rank != root:
             data = np.empty(int(length[0]), np.uint8)
         self._bytes.broadcast(data, root, operation)
-        return item if self.rank == root else pickle.loads(data.data)
+        return item if self.rank == root else _loaded(data, operation)
 
     def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
-        return self._executor.run(fingerprint(operation or "all_gather_object"), self._all_gather_object, item)
+        kind = operation or "all_gather_object"
+        return self._executor.run(fingerprint(kind), self._all_gather_object, self._pickled(item, kind))
 
-    def _all_gather_object(self, item: Any, operation: Fingerprint) -> list[Any]:
-        data = _pickled(item)
+    def _pickled(self, item: Any, operation: str) -> Bytes:
+        try:
+            return np.frombuffer(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+        except Exception as reason:
+            error = ArgumentError(
+                f"{operation}: a {type(item).__name__} of rank {self.ranks[self.rank]} cannot be pickled ({reason}). "
+                "Functions and classes must be at the top level of a module; send what they are made from instead."
+            )
+            self.reject(operation, error)
+            raise error from reason
+
+    def _all_gather_object(self, data: Bytes, operation: Fingerprint) -> list[Any]:
         lengths = np.empty(self.size, np.int64)
         mine = np.array([data.size], np.int64)
         self._bytes.all_gather(mine.view(np.uint8), _split(lengths, [1] * self.size, "counts"), operation)
         out = np.empty(int(lengths.sum()), np.uint8)
         parts = _split(out, lengths.tolist(), "counts")
         self._bytes.all_gather(data, parts, operation)
-        return [pickle.loads(part.data) for part in parts]
+        return [_loaded(part, operation) for part in parts]
 
     # Order ----------------------------------------------------------------------------------------
 
@@ -439,8 +449,14 @@ def _all_reduce_of_several(arrays: tuple[tuple[str, int], ...], op: Op, details:
     return fingerprint_of_several("all_reduce", arrays, " ".join([op._value_, *details]))
 
 
-def _pickled(item: Any) -> Bytes:
-    return np.frombuffer(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+def _loaded(data: Bytes, operation: Fingerprint) -> Any:
+    try:
+        return pickle.loads(data.data)
+    except Exception as reason:
+        raise RingError(
+            f"{operation.text}: an object of another rank cannot be loaded here ({type(reason).__name__}: {reason}). "
+            "All ranks need the modules that its class comes from."
+        ) from reason
 
 
 def _counts_text(counts: Sequence[int]) -> str:

@@ -33,3 +33,10 @@ def test_only_reductions_with_a_meaning_are_allowed():
     for dtype, op in [(SIGNED[0], Op.AVERAGE), ("bool", Op.AVERAGE), (COMPLEX[0], Op.MIN), (COMPLEX[0], Op.MAX)]:
         with pytest.raises(ArgumentError, match=f"op={op.name} of dtype={dtype}"):
             check_reducible(dtype, op)
+
+
+def test_a_sum_of_booleans_is_no_advice_for_their_average():
+    with pytest.raises(ArgumentError, match=r"dtype=bool would round; convert to float32 first\.$"):
+        check_reducible("bool", Op.AVERAGE)
+    with pytest.raises(ArgumentError, match="or use op=SUM"):
+        check_reducible("int64", Op.AVERAGE)

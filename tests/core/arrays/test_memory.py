@@ -58,7 +58,7 @@ def test_memory_outlives_the_tensor_it_came_from():
         (np.array(["a"]), "cannot be sent"),
         (np.ones((4, 4))[:, ::2], "not contiguous"),
         (torch.ones(4, device="meta"), "cannot be read"),
-        (np.ones(3, ">f4"), "cannot be sent"),
+        (np.ones(3, ">f4"), "cannot be sent, since its byte order"),
         ([[1], [1, 2]], "not an array"),
     ],
 )

@@ -1,9 +1,12 @@
 """All collectives, on one to four ranks, under every launcher, on one host and on several virtual ones."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from tests.core.collectives.thread_ranks import on_thread_ranks
 from tests.launch import run_ranks
 
 CHECKS = Path(__file__).with_name("checks_host.py")
@@ -52,3 +55,23 @@ def test_more_than_two_gibibytes_in_one_call():
     result = run_ranks(script, 2, "spawned", timeout=120)
     assert result.values("sums") == [[3, 3]] * 2
     assert result.values("broadcast") == [[1, 1]] * 2
+
+
+class FailsOnArrival:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_pickled_or_loaded_is_an_error_of_ours():
+    def run(rank, communicator):
+        for call in (communicator.broadcast_object, communicator.all_gather_object):
+            with pytest.raises(ArgumentError, match=f"a function of rank {rank} cannot be pickled"):
+                call(lambda: rank, rank) if call == communicator.broadcast_object else call(lambda: rank)
+        if rank == 0:
+            with contextlib.suppress(RingError):  # rank 1 may break the communicator before this one is done
+                communicator.broadcast_object(FailsOnArrival(), 0)
+        else:
+            with pytest.raises(RingError, match="cannot be loaded here .ValueError"):
+                communicator.broadcast_object(None, 0)
+
+    on_thread_ranks(2, run)
