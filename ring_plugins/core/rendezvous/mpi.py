@@ -5,7 +5,9 @@ MPI connects the ranks; net/transport_choice.py then decides whether MPI or sock
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,8 @@ _VARIABLES = [
     (("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", ""), "PMIx"),
 ]  # fmt: skip
 
+#: Seconds for a process manager to answer.
+_ANSWERS = 2.0
 #: What tells a rank from all others of all launches on a host.
 IDENTITY = (*(names[0] for names, _ in _VARIABLES), "PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "PMI_ID", "HYDI_CONTROL_FD")
 
@@ -67,7 +71,21 @@ def exchange(record: LaunchRecord, payload: Any) -> list[Any]:
         found = gather(payload)
     transport.close()
     mpi.finalize()
+    _leave_process_manager()
     return found
+
+
+def _leave_process_manager() -> None:
+    """Tell MPICH's process manager that this process has left MPI; MPICH itself does so only when it exits.
+
+    A process that becomes another program never would, and the manager would end all others when it ends. The line is
+    one of PMI's first version.
+    """
+    manager = integer("PMI_FD")
+    with contextlib.suppress(OSError):  # another MPI has closed it
+        if manager is not None and os.readlink(f"/proc/self/fd/{manager}").startswith("socket:"):
+            os.write(manager, b"cmd=finalize\n")
+            select.select([manager], [], [], _ANSWERS)
 
 
 def _join(record: LaunchRecord) -> tuple[mpi.MpiTransport, Callable[[Any], list[Any]]]:

@@ -104,6 +104,7 @@ def test_an_exception_ends_the_job_with_its_traceback(launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_job_has_the_exit_status_of_a_failed_rank_or_of_too_few(launcher):
+    assert run(launcher, "none").returncode == 0
     assert run(launcher, "status").returncode == (1 if launcher == "torchrun" else 3)
     result = run_ranks(RANK, 2, command(launcher, 2), env={"TEST_END": "loss", "TEST_MIN": "2"}, check=False)
     assert result.returncode and "Training cannot go on with 1 rank: min_ranks=2." in result.output

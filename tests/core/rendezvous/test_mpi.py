@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ring_plugins.core.net.user_socket import connect_below
-from ring_plugins.core.rendezvous import mpi_arrivals
+from ring_plugins.core.rendezvous import mpi, mpi_arrivals
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from tests.launch import run_ranks, start_ranks
 
@@ -205,3 +205,17 @@ def test_a_forked_child_that_calls_exit_ends():
         ring.barrier()
     """
     assert run_ranks(script, 2, "mpirun", timeout=90).values("status") == [3, 3]
+
+
+def test_a_process_that_leaves_mpi_says_so_to_mpichs_process_manager(monkeypatch):
+    """MPICH itself says it at exit, which a process that becomes another program never reaches."""
+    ours, managers = socket.socketpair()
+    with ours, managers:
+        monkeypatch.setenv("PMI_FD", str(ours.fileno()))
+        managers.sendall(b"cmd=finalize_ack rc=0\n")
+        mpi._leave_process_manager()
+        assert managers.recv(64) == b"cmd=finalize\n"
+    mpi._leave_process_manager()  # another MPI has closed it
+    with open("/dev/null", "rb") as other:  # and something else has its number
+        monkeypatch.setenv("PMI_FD", str(other.fileno()))
+        mpi._leave_process_manager()
