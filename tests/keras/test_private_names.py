@@ -8,6 +8,7 @@ from tests.keras.launches import BACKENDS, environment
 from tests.launch import run_ranks
 
 SCRIPT = """
+import tempfile
 import keras
 import numpy as np
 from tests.worker import report
@@ -57,8 +58,37 @@ names = {
     keras.callbacks.TensorBoard: ["_close_writers"], keras.callbacks.ProgbarLogger: ["_maybe_init_progbar"],
 }
 seen["methods of callbacks"] = all(callable(getattr(kind, name)) for kind in names for name in names[kind])
+# The methods that a sharded optimizer and the rate replace on an instance are what an update calls, in this order.
+called, replaced = [], keras.optimizers.AdamW(0.1)
+replaced.build(trained)
+hooks = ["_backend_apply_gradients", "_apply_weight_decay", "_backend_update_step"]
+for name in hooks:
+    def hook(*args, name=name, own=getattr(replaced, name)):
+        called.append((name, len(args)))
+        return own(*args)
+    vars(replaced)[name] = hook
+replaced.apply([keras.ops.zeros_like(one) for one in trained])
+seen["an update calls"] = called
+had = len(replaced.variables)
+replaced._untrack_variable(replaced.variables[-1])
+seen["untracked"] = had - len(replaced.variables)
+rate = keras.optimizers.SGD(0.5)
+noted, assign = [], rate._learning_rate.assign
+vars(rate._learning_rate)["assign"] = lambda value: noted.append(float(value)) or assign(value)
+rate.learning_rate = 0.25
+seen["a rate is set by"] = noted
+vars(rate)["_get_current_learning_rate"] = lambda: 0.75
+seen["and read by"] = rate.learning_rate
+logger = keras.callbacks.CSVLogger(tempfile.mkdtemp() + "/log.csv")
+logger.set_model(model)
+logger.on_train_begin()
+seen["logger at first"] = [logger.keys, logger.csv_file.closed]
+logger.on_epoch_end(0, {"loss": 1.0})
+seen["logger"] = [list(logger.keys), logger.sep, logger.append]
+logger.on_train_end()
 backend = keras.backend.backend()
 if backend == "tensorflow":
+    made = model._make_function(model.train_step)
     import tensorflow as tf
     step = tf.function(lambda: trained[0].value + 1)
     cached = [not [*step._function_cache.values()]]
@@ -78,7 +108,7 @@ if backend == "tensorflow":
     mapped = shuffled.map(lambda v: v)
     own = cached == [True, True] and inside == [True, False] and mapped._inputs() == [shuffled]
     own = own and type(shuffled).__name__ == "_ShuffleDataset" and int(shuffled._seed2) == 3
-    own = own and model._distribute_strategy is None and isinstance(model._jit_compile, bool)
+    own = own and callable(made) and model._distribute_strategy is None and isinstance(model._jit_compile, bool)
 elif backend == "jax":
     value = trained[0]._value
     own = value.block_until_ready() is value and value.shape == trained[0].shape
@@ -117,5 +147,15 @@ def test_private_names_of_keras_are_what_they_are_taken_for(backend):
         "decisions are kept by": True,
         "rate of a step": True,
         "methods of callbacks": True,
+        "an update calls": [
+            ("_backend_apply_gradients", 2),
+            ("_apply_weight_decay", 1),
+            ("_backend_update_step", 3),
+        ],
+        "untracked": 1,
+        "a rate is set by": [0.25],
+        "and read by": 0.75,
+        "logger at first": [None, False],
+        "logger": [["loss", "val_loss"], ",", False],
         "of the backend": True,
     }

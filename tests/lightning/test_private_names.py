@@ -84,8 +84,11 @@ def test_private_names_of_the_trainer(tmp_path: Path) -> None:
         assert loop._combined_loader is None
     assert trainer.fit_loop._last_train_dl_reload_epoch == float("-inf")
     assert trainer.strategy._accelerator is trainer.accelerator
-    data = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-    trainer.fit(Model(), data, data)
+    data, model, models = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2), Model(), []
+    strategy, set_up = trainer.strategy, trainer.strategy._setup_model
+    strategy._setup_model = lambda model: models.append(model) or set_up(model)
+    trainer.fit(model, data, data)
+    assert models == [model]
     assert "epoch_end_reached" in seen.calls
     assert [seen.calls.count(name) for name in ("run", "_evaluation_epoch_end")] == [2, 2]
     # Lightning broadcasts before every batch, or, since 2.6, only where there are several ranks.
