@@ -67,7 +67,7 @@ for name in hooks:
         called.append((name, len(args)))
         return own(*args)
     vars(replaced)[name] = hook
-replaced.apply([keras.ops.zeros_like(one) for one in trained])
+replaced.apply([keras.ops.zeros(one.shape, one.dtype) for one in trained])
 seen["an update calls"] = called
 had = len(replaced.variables)
 replaced._untrack_variable(replaced.variables[-1])
