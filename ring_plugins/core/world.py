@@ -15,6 +15,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,8 +28,8 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitial
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
+from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
-from ring_plugins.core.collectives.messages import Messenger
 from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
@@ -105,9 +106,8 @@ class World:
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
         #: Of all communicators ever made, so that work is not forgotten when its communicator is discarded.
         self._statistics: list[Statistics] = []
-        self._made = 0
+        self._made, self._keeping = 0, threading.Lock()
         self._of_devices: dict[int, DeviceCommunicator] = {}
-        self._messenger: Messenger | None = None
         self.own_slot = own_slot() if rendezvous.size > 1 else None
         try:
             self._connect_alone() if self.is_joining else self._connect()
@@ -296,6 +296,7 @@ class World:
         ranks: Sequence[int] | None = None,
         gather: Gather | None = None,
         check_gather: Callable[[], object] = lambda: None,
+        executor: SerialExecutor | None = None,
     ) -> Communicator:
         """A new communicator, whose operations have an order of their own; all members call this.
 
@@ -304,6 +305,7 @@ class World:
             ranks: world ranks of the members, all by default.
             gather: returns every member's payload; by default over `communicator`, which needs all ranks.
             check_gather: raises if a member has been interrupted in `gather`, and does not come.
+            executor: on whose thread the members meet; by default a new one.
 
         Raises:
             ArgumentError: `ranks` are not distinct ranks of this job.
@@ -332,6 +334,7 @@ class World:
                     self.failure_detector,
                     self._rendezvous.transport,
                     check_gather if gather else self.communicator.check,
+                    executor,
                 )
             if isinstance(communicator, RecoveringCommunicator):
                 self.elastic.watch_over(communicator)
@@ -339,9 +342,10 @@ class World:
         return communicator
 
     def _keep(self, communicator: Communicator[Any]) -> None:
-        self._communicators[self._made] = communicator
-        self._statistics.append(communicator.statistics)
-        self._made += 1
+        with self._keeping:  # messages between two ranks make theirs on threads
+            self._communicators[self._made] = communicator
+            self._statistics.append(communicator.statistics)
+            self._made += 1
 
     def refuse_to_recover(self, what: str) -> None:
         """Reject what would not survive the loss of a rank, in a job that is to go on after one.
@@ -528,16 +532,6 @@ class World:
             return [self.transport.address]
         return self.processes.entries[self.world_rank].addresses
 
-    def messenger(self) -> Messenger:
-        """The messages between this process and any other rank; made by the first call."""
-        if self._messenger is None:
-            self.refuse_to_recover("sending messages from rank to rank")
-            rank, entries = self.world_rank, self.processes.entries
-            near = [other for other, entry in entries.items() if entry.domain == entries[rank].domain]
-            addresses = self.addresses() if len(near) < len(entries) else []
-            self._messenger = Messenger(rank, self.derive_secret("messages"), near, addresses, self.failure_detector)
-        return self._messenger
-
     def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
         """A communicator of all ranks for the public functions; the first call, which all ranks make, creates it."""
         if device not in self._of_devices:
@@ -609,9 +603,8 @@ class World:
         return sum(statistics.operations for statistics in self._statistics)
 
     def has_communicated(self) -> bool:
-        """Whether this rank has begun any operation or message; any thread may call it."""
-        has_messages = self._messenger is not None and self._messenger.is_used
-        return has_messages or bool(self.activities()) or self.operations() > 0
+        """Whether this rank has begun any operation; any thread may call it."""
+        return bool(self.activities()) or self.operations() > 0
 
     def leave(self, status: int) -> None:
         """Tell the other ranks that this one is about to leave with an exit status."""
@@ -653,8 +646,6 @@ class World:
             if self._local_peers is not None:
                 steps.callback(self._local_peers.own.leave)
             steps.callback(self.elastic.close)
-            if self._messenger is not None:
-                steps.callback(self._messenger.close)
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
@@ -663,8 +654,6 @@ class World:
         self.elastic.detach_after_fork()
         if self.elastic.mesh is not None and self.transport is not None:
             self.transport.listener.detach_after_fork()
-        if self._messenger is not None:
-            self._messenger.detach_after_fork()
         for communicator in self.in_use():
             communicator.detach_after_fork()
 

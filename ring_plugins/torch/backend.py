@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +13,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
-from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.errors import LaunchError, PeerFailed, RingError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.messages import MessageGroup
+from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.core.net.message_stream import Address
 from ring_plugins.core.rendezvous.tcp import register_store_provider
 from ring_plugins.torch import rendezvous
 from ring_plugins.torch.device import streams
-from ring_plugins.torch.point_to_point import Channel, PointToPoint
+from ring_plugins.torch.point_to_point import Ends, PointToPoint
 from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, replace_env_rendezvous
 from ring_plugins.torch.store import StoredFailure, exchange_through_store
@@ -89,7 +89,7 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
     try:
         ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank, secret, failure.check))
         connections = _Connections(own, store, group_id, rank, ranks, secret, failure)
-        point_to_point = PointToPoint(rank, size, connections.for_messages(), connections.for_channel)
+        point_to_point = PointToPoint(rank, size, connections)
         return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
     except BaseException as error:
         failure.tell(own.topology.rank, f"process group {group_id}", error)
@@ -124,49 +124,65 @@ class _Connections:
         self._rank, self._ranks = rank, ranks
 
     def for_host(self) -> Communicator:
-        gather = self._gather(self._group_id, self._rank, len(self._ranks))
+        gather = self._gather(self._group_id)
         name = f"process group {self._group_id}"
         return self._world.new_communicator(name, self._ranks, gather, self._failure.check)
 
     def for_gpu(self, index: int) -> DeviceCommunicator:
         name = f"{self._group_id} on GPUs"
-        gather = self._gather(name, self._rank, len(self._ranks))
+        gather = self._gather(name)
         return self._world.new_device_communicator(f"process group {name}", index, streams(index), self._ranks, gather)
 
-    def for_messages(self) -> MessageGroup | None:
-        if len(self._ranks) == 1:
-            return None
-        messenger = self._world.messenger()
-        mine = [secrets.randbits(62), *messenger.address]
-        gather = self._gather(f"{self._group_id}, messages", self._rank, len(self._ranks))
-        found = gather(mine)
-        addresses = {rank: Address(*item[1:]) for rank, item in zip(self._ranks, found, strict=True)}
-        return MessageGroup(messenger, found[0][0], f"process group {self._group_id}", self._ranks, addresses)
+    def executor(self, ends: Ends) -> SerialExecutor:
+        name = self._name_of(ends)
+        if not self._world.is_mine():
+            raise RingError(f"{name}: this process was forked from a rank; messages are for the ranks themselves.")
+        return SerialExecutor(name, Wait(name, self._world.failure_detector), callers_run=ends.tag is None)
 
-    def for_channel(self, channel: Channel, index: int, cancelled: Callable[[], bool]) -> DeviceCommunicator:
-        sender, receiver, tag = channel
-        name = f"{self._group_id}, {sender} to {receiver}, tag {tag}, between GPUs"
-        ends = (self._ranks[sender], self._ranks[receiver])
-        gather = self._gather(name, 0 if sender == self._rank else 1, 2, cancelled)
-        return self._world.new_device_communicator(
-            f"process group {name}", index, streams(index), ends, gather, own_stream=True
-        )
+    def connect(self, ends: Ends, index: int | None, executor: SerialExecutor) -> Communicator[Any]:
+        name, members = self._name_of(ends), (self._ranks[ends.sender], self._ranks[ends.receiver])
+        position, rounds, store = int(ends.receiver == self._rank), itertools.count(), PrefixStore(name, self._store)
+        failure = StoredFailure(store, self._secret, self._world.failure_detector)
 
-    def _gather(
-        self, name: str, rank: int, size: int, cancelled: Callable[[], bool] | None = None
-    ) -> Callable[[Any], list[Any]]:
-        """A function that exchanges items among `size` members, any number of times."""
+        def wait(other: int, has_come: Callable[[], bool]) -> None:
+            def ready() -> bool:
+                failure.check()
+                try:
+                    return has_come()
+                except dist.DistError as error:
+                    text = f"{name}: cannot reach the store of torch.distributed: {error}"
+                    raise PeerFailed(text, members[other]) from error
+
+            executor.meet(ready, lambda: [members[other]], _pauses())
+
+        def gather(item: Any) -> list[Any]:
+            key, secret = f"ends/{next(rounds)}", self._secret + name.encode()
+            return exchange_through_store(store, key, position, 2, item, secret, failure.check, wait)
+
+        try:
+            if index is None:
+                return self._world.new_communicator(name, members, gather, failure.check, executor)
+            return self._world.new_device_communicator(name, index, streams(index), members, gather, own_stream=True)
+        except BaseException as error:
+            failure.tell(members[position], name, error)
+            raise
+
+    def _name_of(self, ends: Ends) -> str:
+        between_gpus = "" if ends.tag is None else f", tag {ends.tag}, between GPUs"
+        return f"process group {self._group_id}, {ends.sender} to {ends.receiver}{between_gpus}"
+
+    def _gather(self, name: str) -> Callable[[Any], list[Any]]:
+        """A function that exchanges items among the members, any number of times."""
         rounds = itertools.count()
 
         def gather(item: Any) -> list[Any]:
-            return exchange_through_store(
-                self._store,
-                f"{name}/{next(rounds)}",
-                rank,
-                size,
-                item,
-                self._secret,
-                cancelled or self._failure.check,
-            )
+            key, size = f"{name}/{next(rounds)}", len(self._ranks)
+            return exchange_through_store(self._store, key, self._rank, size, item, self._secret, self._failure.check)
 
         return gather
+
+
+def _pauses() -> Callable[[float], None]:
+    """Sleeps that grow, between two looks at a store."""
+    pauses = itertools.chain((0.001 * step for step in range(1, 20)), itertools.repeat(0.02))
+    return lambda seconds: time.sleep(next(pauses))

@@ -1,62 +1,75 @@
 """Sends and receives of a process group.
 
-torch lets any two ranks exchange messages at any time, in any number, under any tag. Messages between CPUs go through
-the core's messenger (core/collectives/messages.py), which has one connection for each direction of a pair, whatever the
-tags.
+torch lets any two ranks exchange messages at any time, in any number. Each direction of a pair of ranks is a channel: a
+communicator of two members with a thread of its own. The first message opens it: both ends then connect through the
+group's store, on that thread. So `isend` and `irecv` return at once, two ranks may both start to send before they
+receive, whatever the sizes, and everything that a collective has is there: the transport, checks of sizes and types,
+errors when a peer fails, stall reports and deadlock detection.
 
-Messages between GPUs go through NCCL, which knows only collectives among fixed members. So each channel (sender,
-receiver, tag) gets a communicator of two members, a thread and a CUDA stream. Its first message opens it: both ends
-then connect through the group's store. The thread is needed because two ranks that both send before they receive must
-not wait for each other, neither for the connection nor for the data. The stream is needed because an answer may have to
-overtake an earlier message that its receiver has not fetched yet. NCCL would want messages that depend on each other in
-one group call, but torch does not tell a process group written in Python which messages belong to one
-`batch_isend_irecv`.
+Messages of a channel are matched in the order in which they were sent, and a message is sent once its receiver has
+come to it. Nothing is buffered, so two ranks that both call the blocking `send` first are in a deadlock, as with gloo
+and NCCL. Between CPUs both ends compare their tags. NCCL cannot, so between GPUs each tag is a channel with a stream,
+and an answer may overtake an earlier message that its receiver has not fetched yet. (NCCL would want messages that
+depend on each other in one group call, but torch does not tell a process group written in Python which messages belong
+to one `batch_isend_irecv`.)
+
+Considered and rejected: matching by tag and from any rank, as MPI has it. That took 2,000 lines, with a protocol, a
+progress thread and bounded buffers, for what gloo does well.
 """
 
 from __future__ import annotations
 
-import functools
-import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
-import numpy as np
 import torch
 
-from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory
+from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
-from ring_plugins.core.base.threads import HelperThread
-from ring_plugins.core.collectives.messages import MessageGroup
+from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu
 from ring_plugins.torch.tensors import Target, check_dense
-from ring_plugins.torch.work import GpuMessageWork, MessageWork, RingWork
+from ring_plugins.torch.work import GpuMessageWork, RingWork
 
 #: The communicator's rank of either end.
 _SENDER, _RECEIVER = 0, 1
-#: Seconds that closing waits for a thread whose messages both ends have started.
-_JOIN = 5.0
+#: Seconds for which closing lets messages finish that both ends have started, and lets two ends connect.
+_FINISH, _CONNECT = 5.0, 0.5
 
 
-class Channel(NamedTuple):
-    """Messages of one channel between GPUs arrive in the order in which they were sent.
+class Ends(NamedTuple):
+    """Messages of one channel arrive in the order in which they were sent.
 
     Attributes:
         sender, receiver: ranks in the group.
-        tag: torch's.
+        tag: torch's, between GPUs; None between CPUs, where a channel has messages of all tags.
     """
 
     sender: int
     receiver: int
-    tag: int
+    tag: int | None = None
 
 
-#: Builds the communicator of a channel, in which the sender has rank 0. Takes this rank's GPU, and a function that
-#: returns True once the communicator is no longer wanted.
-Connect = Callable[[Channel, int, Callable[[], bool]], DeviceCommunicator]
+class Opener(Protocol):
+    """Makes what a channel consists of."""
+
+    def executor(self, ends: Ends) -> SerialExecutor:
+        """A new executor, on whose thread the channel connects."""
+
+    def connect(self, ends: Ends, index: int | None, executor: SerialExecutor) -> Any:
+        """The communicator, in which the sender has rank 0; called by both ends.
+
+        Args:
+            ends: of the channel.
+            index: this rank's GPU; None between CPUs.
+            executor: of the channel.
+        """
 
 
 class PointToPoint:
@@ -65,94 +78,62 @@ class PointToPoint:
     Args:
         rank: of this process in the group.
         size: of the group.
-        messages: between CPUs; None in a group of one rank.
-        connect: builds the communicator of a channel between GPUs; called by both ends.
+        opener: makes its channels.
     """
 
-    def __init__(self, rank: int, size: int, messages: MessageGroup | None, connect: Connect) -> None:
-        self._rank = rank
-        self._size = size
-        self._messages = messages
-        self._connect = connect
-        self._threads: dict[Channel, _ChannelThread] = {}
+    def __init__(self, rank: int, size: int, opener: Opener) -> None:
+        self._rank, self._size, self._opener = rank, size, opener
+        self._channels: dict[Ends, _Channel] = {}
         self._lock = threading.Lock()
         #: Called at the latest when Python exits: a thread that is inside torch's store by then crashes the process.
-        self.close = weakref.finalize(self, _close, self._threads, self._lock, messages)
+        self.close = weakref.finalize(self, _close, self._channels, self._lock)
 
     def send(self, tensor: torch.Tensor, receiver: int, tag: int) -> RingWork:
         """Start to send a tensor, which must stay unchanged until the work is done."""
         return self._start("send", tensor, receiver, tag)
 
-    def receive(self, tensor: torch.Tensor, sender: int | None, tag: int) -> RingWork:
-        """Start to receive into a tensor of the size and type that was sent, on a GPU if it was sent from one.
-
-        A sender of None stands for whichever rank sends first.
-        """
+    def receive(self, tensor: torch.Tensor, sender: int, tag: int) -> RingWork:
+        """Start to receive into a tensor of the size and type that was sent, on a GPU if it was sent from one."""
         return self._start("receive", tensor, sender, tag)
 
-    def _start(self, verb: Literal["send", "receive"], tensor: torch.Tensor, peer: int | None, tag: int) -> RingWork:
-        if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
-            whom = "itself" if peer == self._rank else f"rank {peer} of a group of {self._size}"
-            raise ArgumentError(f"rank {self._rank} cannot {verb} {'to' if verb == 'send' else 'from'} {whom}.")
-        if self._size == 1:
-            raise ArgumentError(f"rank {self._rank} cannot {verb}: it is the only rank of its group.")
+    def _start(self, verb: Literal["send", "receive"], tensor: torch.Tensor, peer: int, tag: int) -> RingWork:
         sending = verb == "send"
+        if not 0 <= peer < self._size or peer == self._rank:
+            whom = "itself" if peer == self._rank else f"rank {peer} of a group of {self._size}"
+            raise ArgumentError(f"rank {self._rank} cannot {verb} {'to' if sending else 'from'} {whom}.")
+        description = f"{verb} {'to' if sending else 'from'} rank {peer}, tag {tag}"
+        ends, source = (Ends(self._rank, peer), -1) if sending else (Ends(peer, self._rank), peer)
         try:
             check_dense(tensor, "tensor")
-            if is_on_gpu(tensor):
-                return self._start_on_gpu(sending, tensor, peer, tag)
             target = Target(tensor, "tensor", keep=sending)
-            memory = cast(HostMemory, target.memory)
         except Exception as error:
-            if is_rejection(error) and self._messages is not None and peer is not None and not is_on_gpu(tensor):
-                self._messages.reject(verb, peer, tag)  # NCCL has no message for that
+            if is_rejection(error) and not is_on_gpu(tensor):  # NCCL has no message for that
+                self._channel(ends, None, description).reject(description, error)
             raise
-        assert self._messages is not None
-        whom = "any rank" if peer is None else f"rank {peer}"
-        work = MessageWork(f"{verb} with {whom}, tag {tag}", [tensor], self._messages)
-        data = memory.array.view(np.uint8)
-        if sending:
-            assert peer is not None
-            work.message = self._messages.send(data, memory.dtype, peer, tag, functools.partial(_sent, work, target))
-        else:
-            finished = functools.partial(_received, work, target)
-            work.message = self._messages.receive(data, memory.dtype, peer, tag, finished)
-        return work
+        if is_on_gpu(tensor):
+            index = index_of(tensor)
+            on_gpu = GpuMessageWork(description, [tensor], source, index)
+            channel = self._channel(ends._replace(tag=tag), index, description)
+            return channel.start(on_gpu, _move_on_gpu(on_gpu, description, target, sending, index))
 
-    def _start_on_gpu(self, sending: bool, tensor: torch.Tensor, peer: int | None, tag: int) -> RingWork:
-        if peer is None:
-            raise ArgumentError(
-                f"src=None on rank {self._rank}: NCCL cannot receive from any rank; name the source rank, or move the "
-                "tensor to the CPU."
-            )
-        index = index_of(tensor)
-        target = Target(tensor, "tensor", keep=sending)
-        channel = Channel(self._rank, peer, tag) if sending else Channel(peer, self._rank, tag)
-        description = f"{'send' if sending else 'receive'} with rank {peer}, tag {tag}"
+        def move(communicator: Any) -> None:
+            communicator.transfer(target.memory, _SENDER, tag)
+            if not sending:
+                target.store()
+
+        work = RingWork(description, [tensor], source)
+        return self._channel(ends, None, description).start(work, move)
+
+    def _channel(self, ends: Ends, index: int | None, description: str) -> _Channel:
         with self._lock:
             if not self.close.alive:
                 raise RingError(f"rank {self._rank}: the process group of {description} has been closed.")
-            thread = self._threads.get(channel)
-            if thread is None:
-                connect = functools.partial(self._connect, channel, index)
-                thread = self._threads[channel] = _ChannelThread(connect, f"ring:messages-{tuple(channel)}", index)
-        work = GpuMessageWork(description, [tensor], index)
-        thread.put(work, _move_on_gpu(work, description, target, sending, index))
-        return work
-
-
-def _sent(work: MessageWork, target: Target, error: BaseException | None) -> None:
-    """Complete a send. Holding `target` keeps its memory alive until then."""
-    work.finish(error)
-
-
-def _received(work: MessageWork, target: Target, error: BaseException | None) -> None:
-    if error is None:
-        try:
-            target.store()
-        except BaseException as failed:  # raised by the work's `wait`
-            error = failed
-    work.finish(error)
+            channel = self._channels.get(ends)
+            if channel is None:
+                executor = self._opener.executor(ends)
+                channel = _Channel(executor, index, partial(self._opener.connect, ends, index, executor))
+                self._channels[ends] = channel
+            return channel
 
 
 def _move_on_gpu(
@@ -180,66 +161,63 @@ def _move_on_gpu(
     return move
 
 
-def _close(threads: dict[Channel, _ChannelThread], lock: threading.Lock, messages: MessageGroup | None) -> None:
+def _close(channels: dict[Ends, _Channel], lock: threading.Lock) -> None:
     with lock:
-        ending = list(threads.values())
-        threads.clear()
-    for thread in ending:
-        thread.close()
-    if messages is not None:
-        messages.close()
-    for thread in ending:
-        thread.join()
+        ending = list(channels.values())
+        channels.clear()
+    end = time.monotonic() + _FINISH
+    for channel in ending:
+        channel.close(end - time.monotonic())
 
 
-class _ChannelThread:
+class _Channel:
     """Connects one channel, then moves its messages one after the other.
 
-    A thread starts on GPU 0. If its rank has another one, leaving a stream's context would switch back to GPU 0 and
-    create a CUDA context there, of hundreds of megabytes for each rank. So the thread first switches to its rank's GPU.
-
     Args:
-        connect: builds the communicator; see `Connect`.
-        name: of the thread.
-        index: this rank's GPU.
+        executor: runs all of it on its thread.
+        index: this rank's GPU; None between CPUs.
+        connect: makes the communicator.
     """
 
-    def __init__(self, connect: Callable[[Callable[[], bool]], DeviceCommunicator], name: str, index: int) -> None:
-        self._connect, self._index = connect, index
-        self._closed = False
-        self._queue: queue.SimpleQueue[tuple[RingWork, Callable[[DeviceCommunicator], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = HelperThread(self._serve, name)
-        self._thread.start()
+    def __init__(self, executor: SerialExecutor, index: int | None, connect: Callable[[], Any]) -> None:
+        self._executor, self._index, self._connect = executor, index, connect
+        self._communicator: Any = None
 
-    def put(self, work: RingWork, move: Callable[[DeviceCommunicator], None]) -> None:
-        self._queue.put((work, move))
+    def start(self, work: RingWork, move: Callable[[Any], None]) -> RingWork:
+        """Move a message behind those that were started before."""
+        return work.run_on(self._executor, lambda: self._run(move))
 
-    def close(self) -> None:
-        """Finish messages that both ends have started; drop those that only this end has."""
-        self._closed = True
-        self._queue.put(None)
+    def reject(self, description: str, error: BaseException) -> None:
+        """Tell the other end that this one rejected the arguments of a send or receive."""
 
-    def join(self) -> None:
-        self._thread.join(timeout=_JOIN)
+        def reject(communicator: Any) -> None:
+            raise error
 
-    def _serve(self) -> None:
-        communicator: DeviceCommunicator | None = None
-        failure: BaseException | None = None
-        device.set_device(self._index)
-        while (item := self._queue.get()) is not None:
-            work, move = item
-            try:
-                if failure is not None:
-                    raise failure
-                communicator = communicator or self._connect(lambda: self._closed)
-                move(communicator)
-            except BaseException as error:  # raised by the work's `wait`
-                # After any error but a wrong argument the two ends are out of step, or will never meet.
-                failure = error if isinstance(error, RingError) and not isinstance(error, ArgumentError) else failure
-                work.finish(error)
-            else:
-                work.finish()
-        if communicator is not None:
-            communicator.close()
+        self._executor.start(description, lambda: self._run(reject))
+
+    def _run(self, move: Callable[[Any], None]) -> None:
+        self._executor.failure.check()
+        try:
+            if self._index is not None:
+                # A thread starts on GPU 0. If its rank has another one, leaving a stream's context would switch back
+                # to GPU 0 and create a CUDA context there, of hundreds of megabytes for each rank.
+                device.set_device(self._index)
+            if self._communicator is None:
+                self._communicator = self._connect()
+            move(self._communicator)
+        except BaseException as error:
+            if not is_rejection(error):  # the two ends are out of step, or will never meet
+                self._executor.interrupt("a message", error)
+            raise
+
+    def close(self, seconds: float) -> None:
+        """Finish messages that both ends have started; drop those that only this end has.
+
+        Args:
+            seconds: after which the others are dropped, too.
+        """
+        self._executor.finish(min(seconds, _CONNECT) if self._communicator is None else seconds)
+        self._executor.failure.close()
+        self._executor.close()
+        if self._communicator is not None:
+            self._communicator.close()

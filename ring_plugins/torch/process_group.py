@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import exchanges
@@ -351,8 +352,15 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         return self._point_to_point.receive(single(tensors, "tensors"), src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> RingWork:
-        """Receive a tensor from whichever rank sends one with this tag first."""
-        return self._point_to_point.receive(single(tensors, "tensors"), None, tag)
+        """Not offered.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            f"src=None in a receive of tag {tag} on rank {self.rank()}: the 'ring' backend receives from a named rank. "
+            "Name the source, or use a gloo group: torch.distributed.new_group(backend='gloo')."
+        )
 
     # Start and shutdown -------------------------------------------------------------------------------
 
@@ -376,8 +384,8 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             return queued
         if waits:
             function(self._communicator)
-            return RingWork.done(described, outputs)
-        return RingWork.start(self._communicator, described, outputs, lambda: function(self._communicator))
+            return RingWork(described, outputs)
+        return RingWork(described, outputs).run_on(self._communicator, lambda: function(self._communicator))
 
     def _described(self, operation: str) -> str:
         return f"{operation} in process group {self._name or 'default'!r}"

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
@@ -40,7 +41,8 @@ def exchange_through_store(
     size: int,
     item: Any,
     secret: bytes,
-    cancelled: Callable[[], bool] = lambda: False,
+    check: Callable[[], object] = lambda: None,
+    wait: Callable[[int, Callable[[], bool]], None] | None = None,
 ) -> list[Any]:
     """Exchange one item per rank; return all in rank order.
 
@@ -51,29 +53,26 @@ def exchange_through_store(
         size: how many ranks exchange.
         item: this rank's, a value that JSON can hold. A tuple arrives as a list.
         secret: that only the ranks know, and that no other exchange of this name in any store uses.
-        cancelled: returns True once the result is no longer wanted.
+        check: called while this rank waits; raises if another one does not come.
+        wait: waits for a rank until a condition is true, instead of polling for as long as the store's timeout.
 
     Raises:
         TimeoutExceeded: a rank did not call within the store's timeout.
-        RingError: the exchange was cancelled, or something that is no rank of the job has written to the store.
+        RingError: something that is no rank of the job has written to the store.
     """
     limit = cast("timedelta", cast(Any, store).timeout).total_seconds()
     own = f"{name}/{rank}"
     store.set(own, sign(own, json.dumps(item), secret))
     found = []
     for other in range(size):
-        waiting = f"rank {rank} of {size} waited for rank {other} in {name}"
         key = f"{name}/{other}"
-        value = _wait_for(
-            store,
-            key,
-            limit,
-            f"{waiting} for {limit:g} s. All ranks of a group must create it, and a message needs both ends; look for "
-            "the error that the missing rank printed.",
-            cancelled,
-            f"{waiting}, but the process group was closed meanwhile.",
+        if wait is not None:
+            wait(other, partial(store.check, [key]))
+        late = (
+            f"rank {rank} of {size} waited for rank {other} in {name} for {limit:g} s. All ranks of a group must "
+            "create it; look for the error that the missing rank printed."
         )
-        found.append(verify(key, value, secret))
+        found.append(verify(key, _wait_for(store, key, limit, late, check), secret))
     return found
 
 
@@ -98,15 +97,15 @@ class StoredFailure:
         with contextlib.suppress(Exception):  # the store may be what failed
             self._store.set(_FAILED, sign(_FAILED, json.dumps([rank, text]), self._secret))
 
-    def check(self) -> bool:
-        """Return False; many calls cost little.
+    def check(self) -> None:
+        """Raise if the group cannot be made; many calls cost little.
 
         Raises:
             PeerFailed: a member could not construct the group, or has failed.
         """
         now = time.monotonic()
         if now < self._next_look:
-            return False
+            return
         self._next_look = now + _LOOK
         failure = self._detector.failure() if self._detector is not None else None
         if failure is not None:
@@ -114,7 +113,6 @@ class StoredFailure:
         if self._store.check([_FAILED]):
             rank, text = verify(_FAILED, self._store.get(_FAILED), self._secret)
             raise PeerFailed(text, rank)
-        return False
 
 
 def sign(key: str, value: str, secret: bytes) -> str:
@@ -138,22 +136,18 @@ def verify(key: str, data: bytes, secret: bytes) -> Any:
     return json.loads(value)
 
 
-def _wait_for(
-    store: Store, key: str, limit: float, late: str, cancelled: Callable[[], bool] = lambda: False, ended: str = ""
-) -> bytes:
+def _wait_for(store: Store, key: str, limit: float, late: str, check: Callable[[], object] = lambda: None) -> bytes:
     """Poll for the value of a key: a blocking `get` or `wait` would lock all other threads out of the store.
 
     Args:
         store, key: where to look.
         limit: seconds.
         late: text of the error after that time.
-        cancelled: returns True once the value is no longer wanted.
-        ended: text of the error then.
+        check: may raise.
     """
     started, pause = time.monotonic(), 0.001
     while not store.check([key]):
-        if cancelled():
-            raise RingError(ended)
+        check()
         if time.monotonic() - started > limit:
             raise TimeoutExceeded(late)
         time.sleep(pause)

@@ -1,6 +1,6 @@
 """`torch.distributed.Work` for a running operation: `wait`, `is_completed` and a future.
 
-`RingWork` runs on the host, in whichever thread. `GpuWork` and `GpuMessageWork` are queued on a GPU: waiting for them
+`RingWork` runs on the host. `GpuWork` and `GpuMessageWork` are queued on a GPU: waiting for them
 makes the current stream wait, not the host.
 """
 
@@ -18,110 +18,72 @@ import torch.distributed as dist
 
 from ring_plugins.core.base.errors import TimeoutExceeded
 from ring_plugins.core.base.places import called_here
-from ring_plugins.core.base.threads import HelperThread, wait_for_event
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.api import Work as CoreWork
 from ring_plugins.core.collectives.background import BackgroundWork
-from ring_plugins.core.trace.recorder import recorder
-from ring_plugins.core.trace.steps import steps
 from ring_plugins.torch import device
 
 if TYPE_CHECKING:
-    from ring_plugins.core.collectives.message_request import Message
-    from ring_plugins.core.collectives.messages import MessageGroup
+    from ring_plugins.core.collectives.executor import SerialExecutor
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
+
+    Executor = Communicator | SerialExecutor
 
 _NO_TIMEOUT = timedelta(0)
 #: Seconds between polls in `GpuWork.wait(timeout)`: a GPU cannot wake the host.
 _POLL_SECONDS = 0.0005
-#: Seconds for which an interrupted wait lets another thread store a message that has just arrived.
-_STORE_SECONDS = 1.0
 
 
 class RingWork(dist.Work):
-    """An operation that is done, or that another thread will finish.
+    """An operation that another thread runs, or that is done.
 
     Args:
         description: the operation, for errors.
         outputs: the tensors that will hold the result; the value of the future.
+        source: rank in the group that a receive is from; -1 for everything else.
     """
 
-    def __init__(self, description: str, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, description: str, outputs: list[torch.Tensor], source: int = -1) -> None:
         super().__init__()
         self._description = description
         self._outputs = outputs
-        self._error: BaseException | None = None
-        self._core: CoreWork[None] | None = None
-        self._finished = threading.Event()
+        self._source = source
+        #: What another thread runs; None if the operation was done from the start.
+        self._core: BackgroundWork[None] | None = None
         self._lock = threading.Lock()
-        self._trigger: torch.futures.Future[Any] | None = None
         self._future: Any = None
 
-    @classmethod
-    def done(cls, description: str, outputs: list[torch.Tensor]) -> RingWork:
-        """A work that is complete already."""
-        work = cls(description, outputs)
-        work._finished.set()
-        return work
-
-    @classmethod
-    def start(
-        cls, communicator: Communicator, description: str, outputs: list[torch.Tensor], function: Callable[[], None]
-    ) -> RingWork:
-        """Run `function` on the communicator's thread, after everything that was started there before."""
-        work = cls(description, outputs)
-        work._core = communicator.start(description, called_here(lambda: work._run(function)))
-        return work
-
-    def _run(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            self.finish(self._error)
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Complete the work, with an error or without; what is attached to its future is called on another thread."""
-        with self._lock:
-            self._error = error
-            self._finished.set()
-            trigger = None if isinstance(self._core, BackgroundWork) else self._trigger
-        if trigger is not None:  # what is attached to it may wait for what this thread does next
-            HelperThread(self._complete, "ring:callbacks", (trigger,)).start()
+    def run_on(self, executor: Executor, function: Callable[[], None]) -> RingWork:
+        """Run `function` on an executor's thread, after everything that was started there before; returns itself."""
+        core = executor.start(self._description, called_here(function))
+        assert isinstance(core, BackgroundWork)
+        self._core = core
+        return self
 
     # torch.distributed calls these names.
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when the result is there; raise the operation's own error if it failed.
 
+        An exception that interrupts the wait breaks the communicator, on all ranks.
+
         Raises:
             TimeoutExceeded: the operation did not complete within `timeout` (zero: no extra limit).
         """
-        try:
-            if timeout > _NO_TIMEOUT:
-                if isinstance(self._core, BackgroundWork):
-                    self._core.come_first()
-                self._finished.wait(timeout.total_seconds())
-            elif self._core is not None:
-                self._core.wait()  # so that the core can detect deadlocks
-            else:
-                wait_for_event(self._finished)
-        except BaseException as error:
-            if not self._finished.is_set():
-                self.interrupt(error)
-            raise
-        if not self._finished.is_set():
-            raise self._timeout_error(timeout)
-        if self._error is not None:
-            raise self._error
+        core = self._core
+        if core is None:
+            return True
+        if timeout > _NO_TIMEOUT:
+            try:
+                core.come_first()
+                core.finished.wait(timeout.total_seconds())
+            except BaseException as error:
+                core.interrupt(error)
+                raise
+            if not core.done():
+                raise self._timeout_error(timeout)
+        core.wait()  # so that the core can detect deadlocks
         return True
-
-    def interrupt(self, cause: BaseException) -> None:
-        """Break the communicator, on all ranks: an exception ended a wait for this work while it was under way."""
-        if isinstance(self._core, BackgroundWork):
-            self._core.interrupt(cause)
 
     def _timeout_error(self, timeout: timedelta) -> TimeoutExceeded:
         return TimeoutExceeded(
@@ -131,15 +93,15 @@ class RingWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation ended, with an error or without."""
-        return self._finished.is_set()
+        return self._core is None or self._core.done()
 
     def is_success(self) -> bool:
         """Whether the operation ended without an error."""
-        return self._finished.is_set() and self._error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """The operation's error, or None."""
-        return self._error
+        return self._core.error if self._core is not None else None
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors, once they are complete."""
@@ -151,8 +113,8 @@ class RingWork(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Return -1: only a receive has a source rank (`MessageWork`)."""
-        return -1
+        """The rank in the group that a receive is from; -1 for everything else."""
+        return self._source
 
     _source_rank = source_rank
 
@@ -163,17 +125,16 @@ class RingWork(dist.Work):
         exception object that was set from Python for a result (torch/futures/__init__.py, `set_exception`).
         """
         with self._lock:
-            if self._future is None:
-                self._trigger = self._new_trigger()
-                self._future = self._trigger.then(self._value)
-                is_complete = self._finished.is_set()
-                if isinstance(self._core, BackgroundWork):  # its thread holds the queue while callbacks run
-                    is_complete = not self._core.when_done(functools.partial(self._complete, self._trigger))
-            else:
-                is_complete = False
-        if is_complete and self._trigger is not None:
-            self._complete(self._trigger)
-        return self._future
+            if self._future is not None:
+                return self._future
+            trigger = self._new_trigger()
+            future = self._future = trigger.then(self._value)
+            complete = functools.partial(self._complete, trigger)
+            # The thread that runs the operation holds its queue while callbacks run.
+            is_complete = self._core is None or not self._core.when_done(complete)
+        if is_complete:
+            complete()
+        return future
 
     def _new_trigger(self) -> torch.futures.Future[Any]:
         return torch.futures.Future()
@@ -182,64 +143,10 @@ class RingWork(dist.Work):
         trigger.set_result(None)
 
     def _value(self, _: Any) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
+        error = self.exception()
+        if error is not None:
+            raise error
         return self._outputs
-
-
-class MessageWork(RingWork):
-    """A message between CPUs.
-
-    Args:
-        description, outputs: as `RingWork`.
-        messages: of the process group.
-
-    Attributes:
-        message: the core's message, set once it is started.
-    """
-
-    def __init__(self, description: str, outputs: list[torch.Tensor], messages: MessageGroup) -> None:
-        super().__init__(description, outputs)
-        self._messages = messages
-        self.message: Message | None = None
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when the message is sent or received; raise its error if it failed.
-
-        Raises:
-            TimeoutExceeded: it did not complete within `timeout` (zero: no extra limit).
-        """
-        message = self.message
-        if message is not None and not self._finished.is_set():
-            message.blocked_since = began = time.monotonic()
-            try:
-                try:
-                    self._messages.wait(message, timeout.total_seconds() or None)
-                except BaseException as error:
-                    self.interrupt(error)
-                    raise
-                return super().wait(timeout)
-            finally:
-                message.blocked_since = 0.0
-                ended = time.monotonic()
-                steps.add_blocked_time(ended - began, 0.0)
-                if recorder.on:
-                    recorder.record("call", message.name(), int(began * 1e9), int(ended * 1e9))
-        return super().wait(timeout)
-
-    def interrupt(self, cause: BaseException) -> None:
-        """Let go of the tensor: an exception ended a wait for this message, and the script may use the tensor again."""
-        message = self.message
-        if message is not None and not self._finished.is_set():
-            self._messages.interrupt(message, cause)
-            if message.done:
-                self._finished.wait(_STORE_SECONDS)
-
-    def source_rank(self) -> int:
-        """Return the sender's rank in the group; for a receive from any rank, known once it is complete."""
-        return self.message.source if self.message is not None else -1
-
-    _source_rank = source_rank
 
 
 class GpuWork(RingWork):
@@ -298,18 +205,18 @@ class GpuMessageWork(RingWork):
     """A message that another thread queues on a GPU once sender and receiver are connected.
 
     Args:
-        description, outputs: as `RingWork`.
+        description, outputs, source: as `RingWork`.
         index: the GPU.
     """
 
-    def __init__(self, description: str, outputs: list[torch.Tensor], index: int) -> None:
-        super().__init__(description, outputs)
+    def __init__(self, description: str, outputs: list[torch.Tensor], source: int, index: int) -> None:
+        super().__init__(description, outputs, source)
         self._index = index
         self._communicator: DeviceCommunicator | None = None
         self._queued: CoreWork[None] | None = None
 
     def set_queued(self, communicator: DeviceCommunicator, queued: CoreWork[None]) -> None:
-        """Set the communicator's handle, before `finish`."""
+        """Set the communicator's handle, once it is queued."""
         self._communicator, self._queued = communicator, queued
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -325,11 +232,7 @@ class GpuMessageWork(RingWork):
 
     def is_completed(self) -> bool:
         """Whether the GPU is done with it, or it failed."""
-        return self._finished.is_set() and (self._queued is None or self._queued.done())
-
-    def is_success(self) -> bool:
-        """Whether the GPU is done with it."""
-        return self._error is None and self.is_completed()
+        return super().is_completed() and (self._queued is None or self._queued.done())
 
     def _new_trigger(self) -> torch.futures.Future[Any]:
         return device.future_on_gpu(self._index)

@@ -21,10 +21,6 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import RingError, SharedMemoryError
-from ring_plugins.core.collectives import message_receiver
-from ring_plugins.core.collectives.message_closing import ClosedGroups
-from ring_plugins.core.collectives.message_receiver import Receiver
-from ring_plugins.core.collectives.message_request import Message
 from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control import server as control_server
@@ -44,7 +40,6 @@ from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
-from ring_plugins.core.net.message_stream import HEADER_BYTES, Address, Header, Incoming, Kind
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
 from ring_plugins.core.rendezvous import bootstrap, record, slots
@@ -232,56 +227,6 @@ class Frames(Target):
             found.append(data[8 : 8 + length])
             data = data[8 + length :]
         return found, False
-
-
-class TaggedMessages(Target):
-    """Tagged messages of an authenticated rank: the headers and data that were sent, or an error."""
-
-    def valid(self) -> list[bytes]:
-        eager = Header(Kind.EAGER, 0, 1, 7, 5, "float32").pack() + b"hello"
-        return [
-            eager,
-            eager * 2,
-            Header(Kind.OFFER, 3, 1, -1, 1 << 40, "int8").pack() + eager,
-            Header(Kind.CREDIT).pack(),
-        ]
-
-    def run(self, data: bytes, rng: random.Random) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-            incoming: Incoming[Header] = Incoming(1, ours)
-            got: list[tuple[Header, bytes]] = []
-            error = False
-            target = bytearray()
-            for piece in [*_pieces(data, rng), b""]:
-                if piece:
-                    assert theirs.send(piece) == len(piece)
-                else:
-                    theirs.close()
-                incoming.waits = False
-                try:
-                    while True:
-                        if incoming.item is None:
-                            header = incoming.next_header()
-                            if header is None:
-                                break
-                            target = bytearray(header.nbytes if 0 <= header.nbytes < 1 << 16 else 0)
-                            incoming.fill(memoryview(target), header)
-                        if incoming.filled() is None:
-                            break
-                        got.append((header, bytes(target)))
-                except Disconnected:
-                    error = True
-                    break
-            assert error  # at the end at the latest
-            for header, body in got:
-                size = header.nbytes if 0 <= header.nbytes < 1 << 16 else 0
-                assert Header.unpack(data[:HEADER_BYTES]) == header
-                assert header.dtype.isprintable()
-                assert data[HEADER_BYTES : HEADER_BYTES + size] == body
-                data = data[HEADER_BYTES + size :]
 
 
 class Json(JsonTarget):
@@ -699,85 +644,6 @@ class ProbeReports(JsonTarget):
             assert all(isinstance(line, str) for line in preflight.differences(own, report))
 
 
-class ReceivedMessages(Target):
-    """Tagged messages of ranks that claim any number: each receive ends once, with a member's data or an error."""
-
-    _GROUP: Any = SimpleNamespace(context=1, name="group", ranks=(0, 1, 2), rank=0)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._finished: list[Message] = []
-        self._files: dict[int, object] = {}
-
-    def valid(self) -> list[bytes]:
-        eager = Header(Kind.EAGER, 0, 1, 7, 8, "float32").pack() + b"12345678"
-        offer = Header(Kind.OFFER, 3, 1, 7, 8, "float32").pack()
-        data = Header(Kind.DATA, 3, nbytes=8).pack() + b"12345678"
-        others = [Header(kind, 3, 1).pack() for kind in Kind]
-        return [
-            eager,
-            offer + data,
-            offer + Header(Kind.GONE, 3).pack(),
-            eager * 3,
-            *others,
-            *(eager + o for o in others),
-        ]
-
-    def _finish(self, message: Message, error: BaseException | None = None) -> None:
-        assert not message.done
-        assert error is None or isinstance(error, RingError)
-        message.done, message.error = True, error
-        self._finished.append(message)
-
-    def _receive(self, receiver: Receiver, rng: random.Random) -> None:
-        data = np.zeros(rng.choice([0, 8, 8, 8, 5000]), np.uint8)
-        receiver.receive(Message("receive", self._GROUP, rng.choice([None, 1, 2]), 7, "float32", data, Mock()))
-
-    def run(self, data: bytes, rng: random.Random) -> None:
-        self._finished.clear()
-        self._files.clear()
-        progress: Any = SimpleNamespace(
-            closed=False,
-            finish=self._finish,
-            owner=self._files.get,
-            register=lambda fd, owner, events, handle: self._files.update({fd: owner}),
-            forget=lambda fd: self._files.pop(fd, None),
-        )
-        closed = ClosedGroups(lambda rank, kind, context: None)
-        with pytest.MonkeyPatch.context() as patch:
-            acceptor = Mock(fileno=lambda: -1)
-            patch.setattr(message_receiver, "Acceptor", lambda *of, **options: acceptor)
-            patch.setattr(Receiver, "_listen", lambda receiver, addresses: Address("nowhere"))
-            receiver = Receiver(0, _SECRET, [], progress, closed, {})
-        senders = rng.sample([1, 2, 77, -5, (1 << 31) - 1], 2)
-        ends = [socket.socketpair() for _ in senders]
-        assert not receiver._expects(Claim(-5)) and receiver._expects(Claim(1)) and not receiver._expects(Claim(0))
-        acceptor.poll = lambda: [Authenticated(ours, Claim(n), "") for (ours, _), n in zip(ends, senders, strict=True)]
-        for ours, theirs in ends:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-        receiver.accept()
-        for piece in _pieces(data, rng):
-            if rng.randrange(2):
-                self._receive(receiver, rng)
-            at = rng.randrange(2)
-            with contextlib.suppress(OSError):
-                ends[at][1].send(piece)
-            if (link := receiver._links.get(senders[at])) is not None:
-                receiver._handle(link, selectors.EVENT_READ)
-            if rng.randrange(9) == 0:
-                closed.close(1, tell=True)
-                receiver.close_group(1)
-        self._receive(receiver, rng)
-        for (_, theirs), sender in zip(ends, senders, strict=True):
-            theirs.close()
-            if (link := receiver._links.get(sender)) is not None:
-                receiver._handle(link, selectors.EVENT_READ)
-        receiver.close()
-        assert not self._files.keys() - {-1}
-        assert all(message.source in (1, 2) for message in self._finished if message.error is None)
-
-
 class MeshMessagesOfAllKinds(JsonTarget):
     """Messages of other ranks as the mesh's thread takes them: each counts, or ends its sender's connection."""
 
@@ -969,8 +835,8 @@ class Requests(Target):
 
 
 TARGETS: list[Callable[[], Target]] = [
-    Handshakes, Acceptors, Frames, TaggedMessages, Json, Joins, Answers, ControlMessages, MeshMessages,
+    Handshakes, Acceptors, Frames, Json, Joins, Answers, ControlMessages, MeshMessages,
     SlotTexts, SlotRows, Admissions, LauncherMessages, Claims,
     ParentNotes, StoreValues, NcclIds, ProbeReports,
-    ReceivedMessages, MeshMessagesOfAllKinds, CalledCandidates, SupervisorMessages, Requests,
+    MeshMessagesOfAllKinds, CalledCandidates, SupervisorMessages, Requests,
 ]  # fmt: skip

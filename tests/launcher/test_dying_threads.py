@@ -1,4 +1,4 @@
-"""Threads of launchers and messages, and abort threads: each tells of its death, in one process."""
+"""Threads of launchers, and abort threads: each tells of its death, in one process."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from ring_plugins.core import exit_hooks
@@ -18,8 +17,6 @@ from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 from ring_plugins.launcher.output import Relay
-from ring_plugins.torch import point_to_point
-from tests.core.collectives.test_messages import ranks
 
 
 def broken(*_, **__):
@@ -83,29 +80,12 @@ def test_a_job_whose_mpirun_nobody_hears_ends(died, monkeypatch, tmp_path):
     assert lines == ["ended every rank because the thread that reads mpirun's errors died; its traceback is above."]
 
 
-def test_messages_end_with_the_thread_that_moves_them(died, monkeypatch):
-    with ranks(2) as ends:
-        waiting = ends[0].receive(np.zeros(1), 1)
-        monkeypatch.setattr(ends[0].messenger._progress, "_handle", broken)
-        os.eventfd_write(ends[0].messenger._progress._kick, 1)
-        assert waiting.finished.wait(10)
-        assert "ended by ZeroDivisionError" in str(waiting.error)
-        ends[0].messenger._progress._thread.join(10)
-    assert died.names == ["ring:messages"]
-
-
 def test_a_dead_preflight_thread_is_told(died, monkeypatch):
     monkeypatch.setattr(preflight.Acceptor, "poll", broken)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preflight._listening(1))
         assert died.seen.wait(10)
     assert died.names == ["ring:preflight"]
-
-
-def test_a_dead_thread_of_messages_between_gpus_is_told(died, monkeypatch):
-    monkeypatch.setattr(point_to_point.device, "set_device", broken)
-    point_to_point._ChannelThread(broken, "ring:messages-(0, 1, 7)", 0).join()
-    assert died.names == ["ring:messages-(0, 1, 7)"]
 
 
 def test_a_dead_abort_thread_of_a_gpu_is_told(died):

@@ -246,10 +246,10 @@ def barriers():
 
 def point_to_point():
     right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
-    # Everyone sends before anyone receives; two tags cross each other.
+    # Everyone sends before anyone receives.
     sends = [dist.isend(make(RANK, (5,), seed=tag), right, tag=tag) for tag in (3, 4)]
     second, first = torch.empty(5), torch.empty(5)
-    receives = [dist.irecv(second, left, tag=4), dist.irecv(first, left, tag=3)]
+    receives = [dist.irecv(first, left, tag=3), dist.irecv(second, left, tag=4)]
     for work in (*sends, *receives):
         work.wait()
     equal(first, make(left, (5,), seed=3))
@@ -268,6 +268,18 @@ def point_to_point():
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     equal(found, make(left, (6,), torch.complex64))
+    for dtype in (torch.bool, torch.int64, torch.float64):
+        expected = make(left, (5,)).gt(0) if dtype is torch.bool else (9 * make(left, (5,))).to(dtype)
+        mine = make(RANK, (5,)).gt(0) if dtype is torch.bool else (9 * make(RANK, (5,))).to(dtype)
+        received = torch.zeros(5, dtype=dtype)
+        works = dist.isend(mine, right), dist.irecv(received, left)
+        assert [work.wait() and work.source_rank() for work in works] == [-1, left]
+        equal(received, expected)
+    large = make(RANK, (3_000_000,)), torch.empty(3_000_000)  # nothing keeps as much for a receiver
+    operations = [dist.P2POp(dist.isend, large[0], right), dist.P2POp(dist.irecv, large[1], left)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    equal(large[1], make(left, (3_000_000,)))
     if RANK == 0:
         dist.send_object_list([{"from": 0}, "text"], 1)
     elif RANK == 1:
@@ -275,11 +287,12 @@ def point_to_point():
         dist.recv_object_list(items, 0)
         assert items == [{"from": 0}, "text"]
     if not ON_GPU:
-        a_thousand_tags_and_any_source(left, right)
+        a_thousand_tags(left, right)
+    raises(ring.ArgumentError, "new_group(backend='gloo')", dist.recv, torch.empty(1), None)
     raises(ring.ArgumentError, f"rank {RANK} cannot send to itself", dist.isend, torch.empty(1), RANK)
 
 
-def a_thousand_tags_and_any_source(left, right):
+def a_thousand_tags(left, right):
     def counts():
         gc.collect()
         with open("/proc/self/maps") as maps:
@@ -287,7 +300,7 @@ def a_thousand_tags_and_any_source(left, right):
 
     def exchange(tag):
         sending = dist.isend(torch.full((4,), float(tag)), right, tag=tag)
-        source = dist.recv(found, left if tag % 2 else None, tag=tag)
+        source = dist.recv(found, left, tag=tag)
         sending.wait()
         assert (source, found.tolist()) == (left, [float(tag)] * 4)
 

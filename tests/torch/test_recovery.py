@@ -239,7 +239,6 @@ def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
             "backend of the CPU": rejected(lambda: torch.distributed.init_process_group("cpu:ring")),
             "gradients": rejected(lambda: differentiable.all_reduce(torch.zeros(2, requires_grad=True))),
             "group": rejected(lambda: world.current().new_communicator("one", [ring.rank()], lambda item: [item])),
-            "messages": rejected(world.current().messenger),
         })
         optimizer().step()
         """,

@@ -72,8 +72,18 @@ def test_an_exchange_names_the_missing_rank():
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in ranks for 0.1 s"):
         exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
-    with pytest.raises(RingError, match="closed meanwhile"):
-        exchange_through_store(store, "ranks", 0, 2, "here", SECRET, cancelled=lambda: True)
+    with pytest.raises(ZeroDivisionError):
+        exchange_through_store(store, "ranks", 0, 2, "here", SECRET, check=lambda: 1 // 0)
+    waits = []
+
+    def wait(other, has_come):
+        waits.append((other, has_come()))
+        if not has_come():
+            raise KeyError(other)
+
+    with pytest.raises(KeyError):
+        exchange_through_store(store, "ends", 0, 2, "here", SECRET, wait=wait)
+    assert waits == [(0, True), (1, False)]
 
 
 class Evil:

@@ -14,18 +14,24 @@ from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.torch import device
-from ring_plugins.torch.point_to_point import PointToPoint
 from ring_plugins.torch.work import GpuWork, RingWork
-from tests.core.collectives.test_messages import ranks
+
+
+@pytest.fixture
+def executor():
+    made = SerialExecutor("test", Wait("test", None))
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("future_first", [True, False])
-def test_a_future_is_fulfilled_whether_it_was_asked_for_before_or_after_the_end(future_first):
-    output = torch.ones(2)
-    work = RingWork("all_reduce", [output])
+def test_a_future_is_fulfilled_whether_it_was_asked_for_before_or_after_the_end(executor, future_first):
+    output, end = torch.ones(2), threading.Event()
+    work = RingWork("all_reduce", [output]).run_on(executor, end.wait)
     future = work.get_future() if future_first else None
     assert not work.is_completed()
-    work.finish()
+    end.set()
+    work.wait()
     future = future or work.get_future()
     assert future.wait()[0] is output
     assert work.get_future() is future
@@ -34,11 +40,16 @@ def test_a_future_is_fulfilled_whether_it_was_asked_for_before_or_after_the_end(
 
 
 @pytest.mark.parametrize("future_first", [True, False])
-def test_an_error_crosses_whole_to_the_waiter_and_as_text_to_the_future(future_first):
-    work = RingWork("all_reduce", [])
+def test_an_error_crosses_whole_to_the_waiter_and_as_text_to_the_future(executor, future_first):
+    error, end = MismatchError("sizes differ"), threading.Event()
+
+    def fail():
+        end.wait()
+        raise error
+
+    work = RingWork("all_reduce", []).run_on(executor, fail)
     future = work.get_future() if future_first else None
-    error = MismatchError("sizes differ")
-    work.finish(error)
+    end.set()
     with pytest.raises(MismatchError) as caught:
         work.wait()
     assert caught.value is error is work.exception()
@@ -48,26 +59,32 @@ def test_an_error_crosses_whole_to_the_waiter_and_as_text_to_the_future(future_f
         (future or work.get_future()).wait()
 
 
-def test_callbacks_run_when_another_thread_finishes_the_work():
-    work = RingWork("all_reduce", [torch.tensor(3.0)])
+def test_callbacks_run_when_another_thread_finishes_the_work(executor):
+    work = RingWork("all_reduce", [torch.tensor(3.0)]).run_on(executor, lambda: time.sleep(0.05))
     doubled = work.get_future().then(lambda future: 2 * future.value()[0])
-    threading.Timer(0.05, work.finish).start()
     assert doubled.wait() == 6
 
 
-def test_wait_gives_up_after_its_time():
-    work = RingWork("all_reduce in process group 'x'", [])
+def test_wait_gives_up_after_its_time(executor):
+    end = threading.Event()
+    work = RingWork("all_reduce in process group 'x'", []).run_on(executor, end.wait)
     with pytest.raises(TimeoutExceeded, match=r"all_reduce in process group 'x' was not complete after .*0:00:00.1"):
         work.wait(timedelta(seconds=0.1))
-    work.finish()
-    assert work.wait(timedelta(seconds=0.1))
+    end.set()
+    assert work.wait(timedelta(seconds=10))
+
+
+def test_a_work_that_was_done_from_the_start_is_complete():
+    work = RingWork("all_reduce", [torch.ones(2)])
+    assert work.wait() and work.is_success() and work.source_rank() == -1
+    assert work.get_future().wait()[0].tolist() == [1, 1]
 
 
 def test_an_error_inside_the_operation_is_the_works():
     def fail():
         raise MismatchError("no")
 
-    work = RingWork.start(SingleCommunicator("alone"), "barrier", [], fail)
+    work = RingWork("barrier", []).run_on(SingleCommunicator("alone"), fail)
     with pytest.raises(MismatchError, match="no"):
         work.wait()
 
@@ -91,15 +108,13 @@ def test_a_gpu_makes_no_future_unless_asked_for_one(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=60)])
-def test_an_interrupted_wait_breaks_the_communicator(timeout):
-    executor = SerialExecutor("test", Wait("test", None))
-
+def test_an_interrupted_wait_breaks_the_communicator(executor, timeout):
     def wait_until_broken():  # as every wait of an operation does
         end = time.monotonic() + 60
         while executor.failure.error is None and time.monotonic() < end:
             time.sleep(0.001)
 
-    work = RingWork.start(executor, "all_reduce", [], wait_until_broken)
+    work = RingWork("all_reduce", []).run_on(executor, wait_until_broken)
 
     def stop(number, frame):
         raise KeyboardInterrupt
@@ -114,27 +129,3 @@ def test_an_interrupted_wait_breaks_the_communicator(timeout):
     with pytest.raises(RingError, match="test was interrupted in all_reduce by KeyboardInterrupt"):
         executor.failure.check()
     assert work.is_completed()  # the exception came out only after the thread had let go of the memory
-    executor.close()
-
-
-def test_an_interrupted_receive_leaves_the_tensor_alone():
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with ranks(2) as ends:
-            one, other = (PointToPoint(rank, 2, end.group, lambda *_: None) for rank, end in enumerate(ends))
-            tensor = torch.zeros(3)
-            work = one.receive(tensor, 1, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(KeyboardInterrupt):
-                work.wait()
-            other.send(torch.ones(3), 0, 0).wait()
-            again = torch.zeros(3)
-            assert one.receive(again, 1, 0).wait() and again.sum() == 3 and tensor.sum() == 0
-            with pytest.raises(RingError, match="by KeyboardInterrupt before its message came; receive it again"):
-                work.wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -51,6 +51,9 @@ class BackgroundWork(Generic[T]):
         function: performs the work.
         block: waits for `finished` on behalf of a caller.
         interrupt: called with the description and an exception that ends a wait while the work is under way.
+
+    Attributes:
+        error: what the function raised, None if nothing.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class BackgroundWork(Generic[T]):
         self._function: list[Callable[[], T]] = [function]
         self._block, self._interrupt = block, interrupt
         self._result: Any = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] | None = []
 
     @classmethod
@@ -93,8 +96,8 @@ class BackgroundWork(Generic[T]):
             if breaking:
                 self.interrupt(error)
             raise
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         result: T = self._result
         return result
 
@@ -118,6 +121,7 @@ class BackgroundWork(Generic[T]):
             self._function.pop()
         except IndexError:
             return False
+        self.finished.set()
         return True
 
     def run(self) -> None:
@@ -129,7 +133,7 @@ class BackgroundWork(Generic[T]):
         try:
             self._result = function()
         except BaseException as error:  # raised in the caller's thread by `wait`
-            self._error = error
+            self.error = error
         finally:
             self.finished.set()
 
@@ -208,6 +212,10 @@ class QueueThread:
     def is_idle(self) -> bool:
         return self._unfinished == 0
 
+    def is_next(self, work: BackgroundWork[Any]) -> bool:
+        """Whether a work that has not finished has none before it, so that another thread may run it."""
+        return self._unfinished == 1 and not self._callback_of
+
     def wait_until_idle(self, seconds: float) -> None:
         """Return when no work is left, after `seconds` at the latest."""
         end = time.monotonic() + seconds
@@ -250,6 +258,7 @@ class QueueThread:
     def _perform(self, work: BackgroundWork[Any]) -> None:
         before, self.current = self.current, work
         work.run()
+        work.finished.wait()  # another thread may run it
         self.current = before
         callbacks = work.call_back()
         if callbacks:

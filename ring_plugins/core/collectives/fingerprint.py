@@ -157,6 +157,11 @@ def _likely_causes(calls: dict[int, str]) -> str:
     batches = "different numbers of batches"
     if len({text.partition("(")[0] for text in calls.values()}) == 1:
         differing = _differing(set(calls.values()))
+        if "tag" in differing:
+            return (
+                "Messages from one rank to another arrive in the order in which they were sent, whatever their tags: "
+                "receive them in that order."
+            )
         if differing == ["size"]:
             return f"Usually a size depends on the rank, such as the last batch's; or look for {batches}, {condition}."
         if differing and "size" not in differing:
@@ -169,7 +174,7 @@ def _likely_causes(calls: dict[int, str]) -> str:
 
 
 def _differing(texts: Iterable[str]) -> list[str]:
-    """In what the texts of one collective differ: "size", "dtype", "root" or "op"."""
+    """In what the texts of one collective differ: "size", "dtype", "root", "tag" or "op"."""
     rows = [text.partition("(")[2].rpartition(")")[0].split(", ") for text in texts]
     if len({len(row) for row in rows}) > 1:
         return ["size"]
@@ -179,8 +184,8 @@ def _differing(texts: Iterable[str]) -> list[str]:
             continue
         parts = [one.rpartition(" x ") for one in column]
         if not all(separator for _, separator, _ in parts):
-            is_root, is_sum = (all(word in one for one in column) for word in ("root ", " more ("))
-            found.append("root" if is_root else "size" if is_sum else "op")
+            names = {"root ": "root", "tag ": "tag", " more (": "size"}
+            found.append(next((name for text, name in names.items() if all(text in one for one in column)), "op"))
             continue
         found += ["size"] * (len({count for count, _, _ in parts}) > 1)
         found += ["dtype"] * (len({dtype for _, _, dtype in parts}) > 1)

@@ -79,6 +79,7 @@ class HostCommunicator:
         failure_detector: watches the other ranks.
         transport: between hosts; None if all members are on one.
         check_gather: raises if a member has been interrupted in `gather`, and does not come.
+        executor: on whose thread the members meet; by default a new one.
 
     Raises:
         RingError: the members do not share memory, and there is no transport.
@@ -97,6 +98,7 @@ class HostCommunicator:
         failure_detector: FailureDetector | None,
         transport: Transport | None,
         check_gather: Callable[[], object] = lambda: None,
+        executor: SerialExecutor | None = None,
     ) -> None:
         segment = create_segment() if is_available() else None
         own = Member(rank, node, segment.address if segment else None, tag)
@@ -105,14 +107,18 @@ class HostCommunicator:
         self.name = name
         self.ranks = tuple(member.rank for member in members)
         self.rank, self.size = self.ranks.index(rank), len(members)
-        wait = Wait(name, failure_detector, members[0].tag)
+        key = members[0].tag
+        self._members = _Members(rank, self.ranks, name, key, failure_detector)
+        if executor is None:
+            wait = Wait(name, failure_detector, key)
+            executor = self._new_executor(name, wait, self._members)
+        else:
+            wait = executor.connect(key, failure_detector, self._members)
         wait.number = wait.entered = -1  # until all members have made it
         wait.check_construction = check_gather
-        self._members = _Members(rank, self.ranks, name, members[0].tag, failure_detector)
-        self._wait, self._transport, self._all = wait, transport, tuple(members)
-        self._executor = self._new_executor(name, wait, self._members)
+        self._wait, self._transport, self._all, self._executor = wait, transport, tuple(members), executor
         if failure_detector is not None:
-            failure_detector.watch(members[0].tag, self._executor.failure)
+            failure_detector.watch(key, self._executor.failure)
         self.statistics = self._executor.statistics
         self._node: SharedMemoryGroup | None = None
         self._networks: list[NetworkGroup] = []
@@ -120,7 +126,7 @@ class HostCommunicator:
         self._reducer: Reducer
         try:
             self._share_memory(nodes[node], segment)
-            self._connect(members, members[0].tag, at_once=True)
+            self._connect(members, key, at_once=True)
             if len(nodes) > 1:  # a connection is made without the other end's script, which may have been interrupted
                 self._bytes.barrier(fingerprint("connect"))
         except BaseException as error:  # the others may have connected already
@@ -220,6 +226,12 @@ class HostCommunicator:
         array, dtype, _, shape = memory
         operation = fingerprint("broadcast", dtype, shape or array.size, f"root {root}")
         self._executor.run(operation, self._bytes.broadcast, array.view(np.uint8), root)
+
+    def transfer(self, memory: HostMemory, sender: int, tag: int) -> None:
+        """Overwrite the memory of the other one of two members with the sender's; both pass the same size and tag."""
+        array, dtype, _, _ = memory
+        operation = fingerprint("send/recv", dtype, array.size, f"tag {tag}")
+        self._executor.run(operation, self._bytes.broadcast, array.view(np.uint8), sender)
 
     def all_gather(self, mine: HostMemory, out: HostMemory, counts: Sequence[int]) -> None:
         parts = _split(out.array, counts, "counts")

@@ -308,7 +308,7 @@ class NetworkGroup:
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
         at_root, is_root = self.position == root, [i == root for i in range(self.size)]
-        if data.size <= SMALL_BYTES:
+        if data.size <= SMALL_BYTES or self.size == 2:
             outgoing: list[Bytes | None] = [data if at_root else None] * self.size
             incoming: list[Bytes | None] = [data if source and not at_root else None for source in is_root]
             self._exchange_all(outgoing, incoming, fingerprint)

@@ -76,7 +76,6 @@ class Purpose(enum.IntEnum):
     BOOTSTRAP = 3
     LAUNCHER = 4
     PROBE = 5
-    MESSAGES = 6
 
 
 class Claim(NamedTuple):

@@ -148,7 +148,7 @@ class StallWatch:
         wait = waits_of_communicators.get(identity)
         if wait is not None:
             return wait.will_enter(number)
-        # A message between two ranks. Its other end may be under way here too, also beside the script.
+        # Two ranks that are about to connect. The other end may be under way here too, also beside the script.
         now = time.monotonic()
         return any(
             other.communicator == identity or (rank in other.missing and now - other.blocked_since < _BLOCKED_AFTER)

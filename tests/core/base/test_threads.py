@@ -45,10 +45,6 @@ THREADS = {
         "executor.QueueThread._stand_by = broken; "
         "current().communicator.start('work', lambda: time.sleep(1)).when_done(lambda: None)"
     ),
-    "ring:callbacks": (
-        "from ring_plugins.torch.work import RingWork; RingWork._complete = broken; "
-        "work = RingWork('receive', []); work.get_future(); work.finish()"
-    ),
 }
 
 
@@ -60,7 +56,6 @@ THREADS = {
         ("ring:listener", 1),
         ("ring:ring", 0),
         ("ring:ring stand-in", 0),
-        ("ring:callbacks", 0),
     ],
 )
 def test_a_thread_that_dies_ends_the_job_on_all_ranks(thread, failing):
@@ -130,7 +125,6 @@ DEATH_TESTS = {
     ("core/collectives/background.py", "f'ring:{self._name} stand-in'"): (
         "test_a_thread_that_dies_ends_the_job_on_all_ranks"
     ),
-    ("core/collectives/message_progress.py", "'ring:messages'"): "test_messages_end_with_the_thread_that_moves_them",
     ("core/control/mesh.py", "'ring:mesh'"): "test_the_job_ends_with_the_thread_that_watches_all_ranks",
     ("core/control/monitor.py", "'ring:abort'"): "test_a_dead_abort_thread_of_the_monitor_is_told",
     ("core/control/monitor.py", "'ring:monitor'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
@@ -141,8 +135,6 @@ DEATH_TESTS = {
     ("launcher/output.py", "f'ring:output {rank}'"): "test_a_dead_output_thread_closes_its_ranks_pipe",
     ("launcher/preflight.py", "'ring:preflight'"): "test_a_dead_preflight_thread_is_told",
     ("launcher/remote_ranks.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
-    ("torch/work.py", "'ring:callbacks'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
-    ("torch/point_to_point.py", "name"): "test_a_dead_thread_of_messages_between_gpus_is_told",
 }
 
 
