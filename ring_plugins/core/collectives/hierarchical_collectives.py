@@ -68,14 +68,14 @@ _Transfer = Callable[[NetworkGroup, int], Iterator[None]]
 class HierarchicalCollectives:
     """One member's side of the collectives of a communicator that spans hosts; implements `ByteCollectives`.
 
-        Args:
-            node: the members of this host, None where this is the only one.
-            rail: the members of equal local rank on all hosts, in the order of `hosts`; None if a host has no such one.
-            all_members: of the communicator; two connect when they first exchange a large part of an all-to-all.
-            hosts: by host, the positions of its members in the communicator.
-            position: of this process.
-    ranks: world ranks of all members.
-            name: of the communicator.
+    Args:
+        node: the members of this host, None where this is the only one.
+        rail: the members of equal local rank on all hosts, in the order of `hosts`; None if a host has no such one.
+        all_members: of the communicator; two connect when they first exchange a large part of an all-to-all.
+        hosts: by host, the positions of its members in the communicator.
+        position: of this process.
+        ranks: world ranks of all members.
+        name: of the communicator.
     """
 
     def __init__(
