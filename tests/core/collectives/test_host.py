@@ -3,9 +3,11 @@
 import contextlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from tests.core.collectives.thread_ranks import on_thread_ranks
 from tests.launch import run_ranks
 
@@ -73,5 +75,16 @@ def test_what_cannot_be_pickled_or_loaded_is_an_error_of_ours():
         else:
             with pytest.raises(RingError, match="cannot be loaded here .ValueError"):
                 communicator.broadcast_object(None, 0)
+
+    on_thread_ranks(2, run)
+
+
+def test_a_message_overwrites_the_other_members_memory_and_sizes_and_tags_are_compared():
+    def run(rank, communicator):
+        data = np.arange(5.0) if rank == 1 else np.zeros(5)
+        communicator.transfer(HostMemory(data, "float64"), 1, tag=3)
+        assert data.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(MismatchError, match=r"rank 0 calls send/recv\(5 x float64, tag 0\).* rank 1 .*tag 1\)"):
+            communicator.transfer(HostMemory(data, "float64"), 1, tag=rank)
 
     on_thread_ranks(2, run)

@@ -39,6 +39,22 @@ def test_broadcast_overwrites_with_the_roots_bytes(on_all, nbytes):
     assert all(np.array_equal(result, sent) for result in on_all(broadcast))
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_of_two_members_the_root_sends_everything_in_one_exchange(root, monkeypatch):
+    sent = (np.arange(SMALL_BYTES + 1) % 251).astype(np.uint8)
+    exchanges, exchange_all = [], NetworkGroup._exchange_all
+    monkeypatch.setattr(NetworkGroup, "_exchange_all", lambda *of: exchanges.append(1) or exchange_all(*of))
+
+    def broadcast(rank, member):
+        data = sent.copy() if rank == root else np.zeros_like(sent)
+        member.group.broadcast(data, root, fingerprint("broadcast", "uint8", sent.size))
+        return data
+
+    with simulated_hosts((1, 1)) as everywhere:
+        assert all(np.array_equal(result, sent) for result in everywhere(broadcast))
+    assert len(exchanges) == 2
+
+
 def test_all_gather_of_different_sizes(on_all):
     sizes = [0, 3, 200_000]
 
