@@ -323,6 +323,7 @@ class ControlMessages(JsonTarget):
         wait = {
             "number": 1, "communicator": "ring", "what": "all_reduce", "operation_number": 3, "part_of": "",
             "missing": [2], "on_gpu": False, "seconds": 5.0, "blocked_seconds": 4.0, "clock": "10:00:00",
+            "step": 3, "hindrances": "",
         }  # fmt: skip
         deadlock = {"rank": 1, "number": 2, "communicator": "ring", "text": "x"}
         messages = [

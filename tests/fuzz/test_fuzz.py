@@ -27,6 +27,7 @@ def test_a_long_run_leaves_no_alarm_behind(monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             run.main()
         assert signal.alarm(0) == 0
+        assert signal.setitimer(signal.ITIMER_PROF, 0) == (0, 0)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert end.value.code == 0 and "10 inputs" in capsys.readouterr().out
