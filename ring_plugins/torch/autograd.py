@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ring_plugins.core.control.wait import hindrances
 from ring_plugins.torch.ownership import is_claimed
 
 
@@ -34,6 +36,13 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
     if frozen:
         parameter.requires_grad_(False)
     return [hook]
+
+
+#: Of a backward, told to others that wait for its gradients.
+_RAISED = (
+    "a backward raised, and the script caught that, so its gradients are missing until its next forward or step. Let "
+    "such an error end the job, or let all ranks skip the step by skip_step_on."
+)
 
 
 class Backward:
@@ -111,6 +120,10 @@ class Backward:
 
     def _end_as(self, callback: Callable[[], None]) -> None:
         self.callback = callback
+        if callback is _raised:
+            hindrances[self] = _RAISED
+        elif hindrances:
+            hindrances.pop(self, None)
         if (over := self._over()) is not None:
             over()
 
@@ -209,8 +222,41 @@ def _end_together(task: int) -> None:
 # hooks whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
 _registrations = 0
 
-#: By identity, parameters that averagers have and that a script has replaced in their module, with what came instead.
-_replaced: dict[int, tuple[weakref.ref[torch.Tensor], list[weakref.ref[torch.Tensor]]]] = {}
+
+class Replaced:
+    """An averager's parameter that a script has replaced in a module, which need not be the model that it trains.
+
+    Args:
+        old: the parameter, which requires a gradient.
+        new: what came instead, nothing if it is gone.
+
+    Attributes:
+        is_used: whether a gradient of the old one has come since.
+    """
+
+    def __init__(self, old: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
+        self.is_used = False
+        self._old, self._new = weakref.ref(old), [weakref.ref(one) for one in new]
+        # Comes before the hooks that average.
+        self._hook: Any = old.register_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.is_used = True
+
+    def new(self) -> list[torch.Tensor]:
+        """What came instead and is still there."""
+        return [one for reference in self._new if (one := reference()) is not None]
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether it tells about this parameter."""
+        return self._old() is parameter
+
+    def forget(self) -> None:
+        """Look at the parameter no longer."""
+        self._hook.remove()
+
+
+_replaced: dict[int, Replaced] = {}  # by identity
 
 
 def _note_registration(module: nn.Module, name: str, value: Any) -> None:
@@ -220,12 +266,13 @@ def _note_registration(module: nn.Module, name: str, value: Any) -> None:
     before = vars(module).get("_modules", {}).get(name) if before is None else before
     if before is value or (before is None and not _replaced):
         return
-    new = _tensors(value)
-    for one in new:
-        _replaced.pop(id(one), None)
-    for one in _tensors(before):
-        if is_claimed(one) and all(one is not other for other in new):
-            _replaced[id(one)] = weakref.ref(one), list(map(weakref.ref, new))
+    new, old = _tensors(value), _tensors(before)
+    for one in itertools.chain(new, old):
+        if (known := _replaced.pop(id(one), None)) is not None:
+            known.forget()
+    for one in old:
+        if one.requires_grad and is_claimed(one) and all(one is not other for other in new):
+            _replaced[id(one)] = Replaced(one, new)
 
 
 def _tensors(registered: Any) -> list[torch.Tensor]:
@@ -234,10 +281,10 @@ def _tensors(registered: Any) -> list[torch.Tensor]:
     return [] if registered is None else [registered]
 
 
-def came_instead(parameter: torch.Tensor) -> list[torch.Tensor | None] | None:
-    """What its module has in its place, None for what is gone; None if nobody has replaced it."""
-    old, new = _replaced.get(id(parameter), (None, []))
-    return None if old is None or old() is not parameter else [reference() for reference in new]
+def replaced(parameter: torch.Tensor) -> Replaced | None:
+    """What a script has put in place of a parameter, None if nothing."""
+    known = _replaced.get(id(parameter))
+    return known if known is not None and known.is_of(parameter) else None
 
 
 def are_some_replaced() -> bool:

@@ -28,7 +28,7 @@ from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import membership_changes
-from ring_plugins.torch.autograd import are_some_replaced, came_instead, registrations
+from ring_plugins.torch.autograd import are_some_replaced, registrations, replaced
 from ring_plugins.torch.compared_options import ComparedOptions, listed
 from ring_plugins.torch.device import TorchStreams, is_capturing
 from ring_plugins.torch.drift import WeightsInStep, parameter_checksums
@@ -181,7 +181,7 @@ class BucketSets:
         if buckets is None:
             buckets = self._make(trained, passes)
         buckets.has_others = self.claim.has_others
-        buckets.replaced, buckets.noted = [], ""
+        buckets.replaced, buckets.noted = {}, ""
         if self._held_sets or are_some_replaced():
             self._note(buckets, trained)
         if buckets.is_ordered == (self._hooks.arrivals is not None):
@@ -191,21 +191,23 @@ class BucketSets:
 
     def _note(self, buckets: GradientBuckets, trained: _Trained) -> None:
         """Note what a script has done with parameters that all ranks must have done, besides freezing some."""
-        new = {name: found for name, one in itertools.compress(self.named, trained) if (found := came_instead(one))}
-        if new:
-            buckets.noted = f"has replaced {listed(list(new))} in the model"
-        used = {id(one) for group in self.options.groups for one in group.get("params", ())}
-        buckets.replaced = [
-            name
-            for name, instead in new.items()
-            if any(
-                one is not None and one.requires_grad and not is_claimed(one) and id(one) not in used for one in instead
-            )
-        ]
+        buckets.replaced = {
+            name: found for name, one in itertools.compress(self.named, trained) if (found := replaced(one)) is not None
+        }
         for other in sorted(self._held_sets - {trained}):
             names = [name for name, _ in itertools.compress(self.named, other)]
             buckets.noted += f"{' and ' if buckets.noted else ''}has trained only {listed(names)} in a pass before it"
             buckets.noted += f" ({zlib.crc32(repr(names).encode()):08x})" if len(names) > 1 else ""
+
+    def replaced_by_untrained(self, buckets: GradientBuckets) -> list[str]:
+        """Names of parameters of a pass that the model no longer uses, and whose new ones nobody averages."""
+        used = {id(one) for group in self.options.groups for one in group.get("params", ())}
+        return [
+            name
+            for name, found in buckets.replaced.items()
+            if not found.is_used
+            and any(one.requires_grad and not is_claimed(one) and id(one) not in used for one in found.new())
+        ]
 
     def _make(self, trained: _Trained, passes: int) -> GradientBuckets:
         if len(self.kept) >= _KEPT:

@@ -30,7 +30,8 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Overlap
-from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, options_error
+from ring_plugins.torch.autograd import Replaced
+from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, listed, options_error
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
@@ -107,7 +108,7 @@ class GradientBuckets:
         is_ordered: whether buckets fill in the order in which gradients really come.
         has_others: what to tell the other ranks in this pass: whether this one has other averagers.
         wants_change: the same: whether this one is to leave after it, or sees processes that wait to join.
-        replaced: names of parameters that this rank's script has replaced in its model.
+        replaced: by name, parameters that this rank's script has replaced in a module, which may be its model.
         noted: what else its script has done with parameters, to be compared in this pass; "" as a rule.
 
     Raises:
@@ -132,7 +133,7 @@ class GradientBuckets:
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
         self._recovers = isinstance(communicator, RecoveringCommunicator)
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
-        self.has_others, self.wants_change, self.replaced, self.noted = False, False, list[str](), ""
+        self.has_others, self.wants_change, self.replaced, self.noted = False, False, dict[str, Replaced](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         trained = list(itertools.compress(range(len(named)), is_trained or [p.requires_grad for _, p in named]))
@@ -361,6 +362,8 @@ class GradientBuckets:
     def _write_options(self) -> None:
         if self._streams is not None and is_capturing():
             return
+        if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
+            self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
         options = self._options.update(zlib.crc32(self.noted.encode(), self._trained_checksum))
         if options is self._written_options:
             return

@@ -478,8 +478,8 @@ class GradientAverager:
         self.steps += 1
         if outcome.options_differ:
             self._sets.options.raise_difference(self._communicator, buckets.trained, buckets.noted)
-        if buckets.replaced:
-            raise replaced_error(self._communicator.name, buckets.replaced)
+        if buckets.replaced and (names := self._sets.replaced_by_untrained(buckets)):
+            raise replaced_error(self._communicator.name, names)
         captures = self._streams is not None and is_capturing()
         if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
             method(self._sets.options.updates)

@@ -4,6 +4,7 @@
 
 import collections
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -2147,6 +2148,14 @@ def a_parameter_that_is_replaced_in_the_model_only_is_named() -> None:
         replace(model)
         model[1].weight = before
 
+    def replace_elsewhere(model: nn.Module) -> None:
+        holder = nn.Module()
+        holder.best = model
+        holder.best = copy.deepcopy(model)
+        untied = nn.Linear(3, 3)
+        untied.weight = model[1].weight
+        replace(nn.Sequential(nn.Identity(), untied))
+
     def load(model: nn.Module) -> None:
         model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
 
@@ -2163,6 +2172,8 @@ def a_parameter_that_is_replaced_in_the_model_only_is_named() -> None:
     )
     assert "0.weight, 0.bias, 1.weight, 1.bias and 2 more of the model" in train(load)
     assert not train(put_back)
+    assert not train(replace_elsewhere)
+    assert not train(lambda model: ring.rank() or replace_elsewhere(model))
     assert not train(tie)
     assert not train(lambda model: replace(model, requires_grad=False))
 

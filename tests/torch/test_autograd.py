@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ring_plugins.core.control.wait import hindrances
 from ring_plugins.torch import autograd
 from ring_plugins.torch.autograd import Backward, registrations, when_accumulated
 
@@ -127,6 +128,9 @@ def test_a_backward_that_raised_is_not_running():
     assert backward.callback() is None
     assert averager.log == []
     assert averager.ended == 1
+    assert "a backward raised" in hindrances[backward]
+    backward.end()
+    assert backward not in hindrances
 
 
 @pytest.mark.parametrize("method", ["begin", "finish"])

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
@@ -107,6 +107,10 @@ class Background(Protocol):
 
 #: Long waits of this process, by thread, and by ("stream", handle) for those of GPUs. Other threads read it.
 long_waits: dict[Hashable, LongWait] = {}
+
+
+#: What keeps this rank from operations in which others may wait for it, a sentence by whoever knows. Deadlocks tell it.
+hindrances: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class Failure(Protocol):

@@ -199,12 +199,15 @@ def _deadlock(number: int, circle: Sequence[Waiting]) -> Body:
     """
     mine, last = circle[0], circle[-1]
     described = [_described(wait, circle[(place + 1) % len(circle)]) for place, wait in enumerate(circle)]
+    cause = " ".join(f"On rank {wait.rank}, {wait.hindrances}" for wait in circle if wait.hindrances) or (
+        "The ranks took different paths through the program: different numbers of steps, or a condition that is true "
+        "on some ranks only."
+    )
     return {
         "rank": mine.rank,
         "number": number,
         "communicator": mine.communicator,
-        "text": f"{', '.join(described[:-1])}, while {described[-1]}. The ranks took different paths through the "
-        "program: different numbers of steps, or a condition that is true on some ranks only.",
+        "text": f"{', '.join(described[:-1])}, while {described[-1]}. {cause}",
         # The operation that the next rank must not have begun, and the one that this rank must not have begun.
         "needs": (mine.communicator, mine.number, mine.rank),
         "awaited": (last.communicator, last.number, last.rank),

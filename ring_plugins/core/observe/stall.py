@@ -29,7 +29,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
-from ring_plugins.core.control.wait import LongWait, long_waits, waits_of_communicators
+from ring_plugins.core.control.wait import LongWait, hindrances, long_waits, waits_of_communicators
 from ring_plugins.core.observe.deadlock import DeadlockFinder
 from ring_plugins.core.observe.stall_report import (
     Absent,
@@ -165,6 +165,7 @@ def _wait_body(wait: LongWait, now: float, is_blocked: bool) -> Body:
         "missing": wait.missing,
         "on_gpu": wait.on_gpu,
         "step": steps.count,
+        "hindrances": " ".join(list(hindrances.values())),
         "seconds": now - wait.since,
         "blocked_seconds": now - wait.blocked_since if is_blocked else 0.0,
         "clock": time.strftime("%H:%M:%S", time.localtime(time.time() - (now - wait.since))),
@@ -236,6 +237,7 @@ class StallAggregator:
             body["clock"],
             body["on_gpu"],
             body["step"],
+            body["hindrances"],
         )
 
     def awaits(self, rank: int, since: float) -> bool:

@@ -204,6 +204,7 @@ class Waiting(NamedTuple):
         clock: local time on its host at which the wait began.
         on_gpu: whether its GPU waits. NCCL does not say for which ranks, so `missing` then has all other members.
         step: number of steps that it has finished.
+        hindrances: sentences on what keeps it from other operations, if that is known.
     """
 
     rank: int
@@ -217,6 +218,7 @@ class Waiting(NamedTuple):
     clock: str
     on_gpu: bool = False
     step: int = 0
+    hindrances: str = ""
 
     @property
     def operation(self) -> str:

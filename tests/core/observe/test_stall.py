@@ -139,7 +139,7 @@ def aggregator(warning=30.0, abort=0.0):
     return channel, StallAggregator(channel, PEERS, warning, abort, said.append), said
 
 
-def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3):
+def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3, why=""):
     body = {
         "number": number,
         "communicator": communicator,
@@ -152,6 +152,7 @@ def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, 
         "clock": "12:00:00",
         "on_gpu": False,
         "step": 12,
+        "hindrances": why,
     }
     channel.receive(rank, "report_wait", body)
 
@@ -172,6 +173,15 @@ def test_a_deadlock_is_declared_once_the_other_rank_confirms_its_wait():
     ((rank, kind, deadlock),) = channel.take()
     assert (rank, kind, deadlock["number"]) == (1, "declare_deadlock", 4)
     assert "rank 1 waits for rank 2 in a: barrier(), while rank 2 waits for rank 1 in b: barrier()" in deadlock["text"]
+
+
+def test_a_deadlock_tells_what_keeps_a_rank_from_what_others_wait_in():
+    channel, stalls, _ = aggregator()
+    report_wait(channel, 1, [2], "a: barrier()", "a")
+    report_wait(channel, 2, [1], "b: barrier()", "b", why="a backward raised.")
+    stalls.tick(time.monotonic())
+    for _, _, body in channel.take():
+        assert body["deadlock"]["text"].endswith(". On rank 2, a backward raised.")
 
 
 def test_a_wait_that_has_just_ended_is_no_deadlock():
