@@ -34,7 +34,7 @@ def flat() -> HostCommunicator:
     """A communicator whose ranks all exchange with each other."""
     communicator = current().new_communicator("flat")
     assert isinstance(communicator, HostCommunicator)
-    transport, wait = current()._rendezvous.transport, communicator._executor._wait
+    transport, wait = current()._rendezvous.transport, communicator._executor.wait
     assert transport is not None
     group = NetworkGroup(transport, communicator.ranks, communicator.rank, 1_000_001, wait, "flat")
     group.connect()

@@ -72,8 +72,8 @@ def die_in_barrier(number: int, when: str) -> None:
 
     SharedMemoryBarrier.synchronize = mortally  # type: ignore[method-assign, assignment]
     for communicator in current().in_use():  # which keep the bound method
-        if isinstance(communicator, HostCommunicator) and communicator._node is not None:
-            communicator._node._synchronize = communicator._node.barriers.synchronize
+        if isinstance(communicator, HostCommunicator) and communicator.groups.node is not None:
+            communicator.groups.node._synchronize = communicator.groups.node.barriers.synchronize
 
 
 def pause_once() -> None:

@@ -30,7 +30,6 @@ from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
@@ -104,6 +103,7 @@ class World:
         self._monitor: MonitorThread | None = None
         #: Communicators still in use, by creation order, which is the same on all ranks.
         self._communicators: weakref.WeakValueDictionary[int, Communicator[Any]] = weakref.WeakValueDictionary()
+        self._recovering: weakref.WeakValueDictionary[int, HostCommunicator] = weakref.WeakValueDictionary()
         #: Of all communicators ever made, so that work is not forgotten when its communicator is discarded.
         self._statistics: list[Statistics] = []
         self._made, self._keeping = 0, threading.Lock()
@@ -325,7 +325,7 @@ class World:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
             with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
-                communicator = (RecoveringCommunicator if self.recovers else HostCommunicator)(
+                communicator = made = HostCommunicator(
                     name,
                     self.world_rank,
                     self.processes.nodes[self.world_rank],
@@ -335,9 +335,10 @@ class World:
                     self._rendezvous.transport,
                     check_gather if gather else self.communicator.check,
                     executor,
+                    self.elastic.recovery if self.recovers else None,
                 )
-            if isinstance(communicator, RecoveringCommunicator):
-                self.elastic.watch_over(communicator)
+            if made.recovers:
+                self._recovering[self._made] = made
         self._keep(communicator)
         return communicator
 
@@ -413,10 +414,9 @@ class World:
         """With how many ranks the job goes on."""
         return self._policy.min_ranks
 
-    def recovering_communicators(self) -> dict[int, RecoveringCommunicator]:
-        """Those in use, by creation order."""
-        found = sorted(self._communicators.items())
-        return {key: one for key, one in found if isinstance(one, RecoveringCommunicator) and one.is_open}
+    def recovering_communicators(self) -> dict[int, HostCommunicator]:
+        """Those in use that go on when members are lost, by creation order."""
+        return {key: one for key, one in sorted(self._recovering.items()) if one.groups.is_open}
 
     def introduction(self) -> dict[str, Any]:
         """What this process tells when it joins, or when others join: JSON can hold it."""
@@ -486,8 +486,6 @@ class World:
         if mesh is not None:
             addresses = [entries[rank].addresses if rank in entries else [] for rank in range(max(entries) + 1)]
             self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
-            for communicator in self.recovering_communicators().values():
-                self.elastic.watch_over(communicator)
         self.is_joining = False
 
     def exit_from_job(self, status: int) -> NoReturn:

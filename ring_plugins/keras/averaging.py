@@ -44,7 +44,6 @@ from ring_plugins.keras.drift import check_drift
 from ring_plugins.keras.interrupted_fit import watch_fit
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import reject_before_joining
-from ring_plugins.keras.recovery import refuse_to_recover_overlapped
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
@@ -191,7 +190,6 @@ class GradientAveraging:
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
         topology = connect().topology
-        refuse_to_recover_overlapped(overlap)
         if topology.size > 1:
             warn_of_gpu_copies(topology.rank, compression is not None)
         self._variables: list[Any] = []

@@ -1,4 +1,4 @@
-"""Training with Keras where ranks may be lost: what is rejected, and the proof that the others are equal.
+"""Training with Keras where ranks may be lost: the proof that the others are equal.
 
 The survivors average the step's gradients once more, from the memory in which the framework or `SavedInputs` still has
 them (core/gradients/repetition.py), so a compiled step notices nothing.
@@ -10,19 +10,7 @@ from typing import Any
 
 from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
-from ring_plugins.core.world import current
 from ring_plugins.observe.drift import Checksums, differing_weights, membership_changes
-
-
-def refuse_to_recover_overlapped(overlap: Wanted) -> None:
-    """Reject what cannot be repeated.
-
-    Raises:
-        ArgumentError: gradients are to be averaged while backward runs.
-    """
-    if chosen_overlap(overlap) is True:
-        current().refuse_to_recover("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
 
 
 class LossWatch:

@@ -21,7 +21,6 @@ from torch import nn
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
@@ -88,7 +87,7 @@ class BucketSets:
         self._sparse = set[nn.Parameter]()
         if isinstance(model, nn.Module) and gathers_sparse:
             self._sparse = sparse_parameters(model)
-        if self._sparse and isinstance(communicator, RecoveringCommunicator):
+        if self._sparse and communicator.recovers:
             current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
@@ -105,8 +104,7 @@ class BucketSets:
         self._held: _Trained = ()
         self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
-        if isinstance(communicator, RecoveringCommunicator):
-            communicator.buffers_belong_to(self)
+        communicator.buffers_belong_to(self)
 
     # Parameters -------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator, Work
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
@@ -131,7 +130,7 @@ class GradientBuckets:
     ) -> None:
         self._options = options or ComparedOptions()
         # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
-        self._recovers = isinstance(communicator, RecoveringCommunicator)
+        self._recovers = communicator.recovers
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
         self.has_others, self.wants_change, self.replaced, self.noted = False, False, dict[str, Replaced](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None

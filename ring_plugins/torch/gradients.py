@@ -24,13 +24,11 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.trials import (
     BucketTuner,
-    FixedOverlap,
     Wanted,
     choose_overlap,
     chosen_overlap,
@@ -137,8 +135,8 @@ class GradientAverager:
             chosen_overlap(overlap)
             self._communicator = communicator or _communicator_for(named_parameters(model))
             self._recovery: RecoveryCheck | None = None
-            if isinstance(self._communicator, RecoveringCommunicator):
-                self._recovery = RecoveryCheck(self._communicator, overlap, autotune)
+            if self._communicator.recovers:
+                self._recovery = RecoveryCheck(self._communicator, autotune)
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
@@ -177,9 +175,9 @@ class GradientAverager:
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
-        if self._recovery is not None:
-            self._sets.overlap = FixedOverlap(False)
-        elif self._streams is None:
+        if self._streams is None:
+            if current().replaces:  # a process that joins has seen none of the steps that "auto" measures
+                overlap = chosen_overlap(overlap) is True
             has_room = has_room_to_overlap(torch.get_num_threads())
             self._sets.overlap = choose_overlap(overlap, has_room, self._communicator)
         self._sets.take_parameters()

@@ -12,12 +12,13 @@ compared in the next pass, too, behind the first update.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from ring_plugins.core.base.errors import ArgumentError, DriftError
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
-from ring_plugins.core.gradients.trials import Wanted, chosen_overlap, tuning_is_wanted
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.gradients.trials import tuning_is_wanted
 from ring_plugins.core.world import current
 from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.drift import parameter_checksums
@@ -31,16 +32,14 @@ class RecoveryCheck:
 
     Args:
         communicator: the averager's.
-        overlap, autotune: as the averager got them.
+        autotune: as the averager got it.
 
     Raises:
         ArgumentError: averaging in this way cannot go on after a loss.
     """
 
-    def __init__(self, communicator: RecoveringCommunicator, overlap: Wanted, autotune: bool | None) -> None:
+    def __init__(self, communicator: Communicator[Any], autotune: bool | None) -> None:
         self._communicator = communicator
-        if chosen_overlap(overlap) is True:
-            current().refuse_to_recover("averaging gradients while backward runs (overlap=True, RING_OVERLAP=1)")
         if tuning_is_wanted(autotune):
             current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
         self._view, self._to_compare = current().elastic.view, 0

@@ -1,5 +1,7 @@
 """A training of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
 
+TEST_OPTIONS are those of the optimizer.
+
 At the point "SIGTERM" a rank gets that signal in its forward, and leaves after the step.
 """
 
@@ -32,7 +34,10 @@ def main() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in (10, 20_000, 300_000)])
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model.named_parameters(), bucket_bytes=4096
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
+        model.named_parameters(),
+        bucket_bytes=4096,
+        **json.loads(os.environ.get("TEST_OPTIONS", "{}")),
     )
     history, changes, step, passes = [], [], 0, members_of_passes()
 

@@ -56,10 +56,14 @@ def check_survivors(result, deaths, ranks=4):
         assert f"rank {rank} (process " in result.output
 
 
+#: Averages while backward runs, and rounds between hosts.
+OVERLAPPED = {"TEST_OPTIONS": json.dumps({"overlap": True, "compression": "bf16", "error_feedback": True})}
+
+
 def test_two_ranks_are_killed_first_rank_0_and_one_leaves_and_the_last_one_trains_on():
     """The default suite's one job with real processes and signals; the points of a step are tried in threads."""
     deaths = {0: [2, "barrier 2 in"], 2: [5, "in step"], 3: [6, "SIGTERM"]}
-    result = train(deaths)
+    result = train(deaths, env=OVERLAPPED)
     check_survivors(result, deaths)
     assert "the job goes on with 3 of its 4 ranks" in result.output
     assert "rank 1 is now 0, 3 is now 1" in result.output
@@ -70,7 +74,7 @@ def test_two_ranks_are_killed_first_rank_0_and_one_leaves_and_the_last_one_train
 BETWEEN_BROADCASTS = """
 import torch
 import ring_plugins as ring
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.torch import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.training_state import share_state
 from tests.mortal import die
@@ -78,16 +82,16 @@ from tests.worker import report
 
 ring.init(on_failure="continue")
 me = ring.rank()
-broadcast, calls = RecoveringCommunicator.broadcast, 0
+broadcast, calls = HostCommunicator.broadcast, 0
 
-def counted(*args):
+def counted(self, *args):
     global calls
-    calls += 1
+    calls += self._recovery.is_outside(self._executor)
     if (me, calls) in ((0, 2), (1, 7)):
         die()
-    broadcast(*args)
+    broadcast(self, *args)
 
-RecoveringCommunicator.broadcast = counted
+HostCommunicator.broadcast = counted
 own = {name: torch.full((3,), me + 1.0) for name in "abcd"}
 received = share_state(lambda: own, [0, 4])  # rank 1 gives, and rank 0 dies behind the first tensor
 assert ring.size() == 4, ring.size()
@@ -139,9 +143,10 @@ def test_the_job_ends_as_if_told_to_if_too_few_would_be_left():
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("point", ["in forward", "in backward", "in step", *(f"barrier {n} in" for n in range(1, 8))])
-def test_a_rank_may_be_killed_anywhere_in_a_step(victim, point):
+@pytest.mark.parametrize("env", [{}, OVERLAPPED], ids=["auto", "overlapped"])
+def test_a_rank_may_be_killed_anywhere_in_a_step(victim, point, env):
     deaths = {victim: [3, point]}
-    check_survivors(train(deaths), deaths)
+    check_survivors(train(deaths, env=env), deaths)
 
 
 @pytest.mark.slow
@@ -231,7 +236,6 @@ def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
 
         from ring_plugins.torch import differentiable, GradientAverager
         report("found", {
-            "overlap": rejected(lambda: optimizer(overlap=True)),
             "autotune": rejected(lambda: optimizer(autotune=True)),
             "shard": rejected(lambda: optimizer(shard=True)),
             "sparse": rejected(lambda: GradientAverager(torch.nn.Embedding(4, 2, sparse=True))),

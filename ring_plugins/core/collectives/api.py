@@ -46,6 +46,10 @@ class Communicator(Protocol[M_contra]):
         rank, size: within the group.
         ranks: the members' world ranks.
         statistics: what it has done so far.
+        recovers: whether it goes on without members that are lost, which shows in `rank`, `size` and `ranks`. Then a
+            call that does not repeat itself raises `MembersLost`, and so does `run_synchronously`: nobody has the
+                result,
+            and the caller may repeat it (recovery.py).
 
     All methods raise `PeerFailed` if a member is gone, `MismatchError` if members make different calls, and
     `DeadlockError` and `TimeoutExceeded` as their names say.
@@ -56,6 +60,7 @@ class Communicator(Protocol[M_contra]):
     size: int
     ranks: tuple[int, ...]
     statistics: Statistics
+    recovers: bool
 
     def all_reduce(self, memory: M_contra, op: Op, codec: HalfCodec | None = None) -> None:
         """Combine the memory of all members in place; all get the same bits.
@@ -95,8 +100,18 @@ class Communicator(Protocol[M_contra]):
     def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
         """Return the objects (pickled) of all members in rank order; `operation` as above."""
 
-    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
-        """Run `function`, which calls the methods above, in the background, after everything started before."""
+    def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
+        """Run `function`, which calls the methods above, in the background, after everything started before.
+
+        Where members may be lost, it is run at once, in this thread, unless the caller `repeats` it, see `wait_for`.
+        """
+
+    def wait_for(self, works: Sequence[Work[Any]]) -> None:
+        """Wait for works that were started with `repeats`, all since the last call, to use their results.
+
+        Raises:
+            MembersLost: no member has any of these results; the caller starts all of the works anew.
+        """
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """Run `function` in this thread, after everything started before. Any exception breaks the communicator."""
@@ -106,6 +121,9 @@ class Communicator(Protocol[M_contra]):
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Allocate memory in which `all_reduce` is fastest; all ranks call with the same size."""
+
+    def buffers_belong_to(self, owner: BufferOwner) -> None:
+        """Let processes join that have other buffers, since their owner can make them anew; it is not kept alive."""
 
     def release(self, buffer: SharedBuffer) -> None:
         """Give back memory from `allocate`; views of it stay valid."""
@@ -136,6 +154,20 @@ class Communicator(Protocol[M_contra]):
 
     def detach_after_fork(self) -> None:
         """Make every call raise; for a forked child, whose calls would disturb the parent and its peers."""
+
+
+class BufferOwner(Protocol):
+    """Has all shared buffers of a communicator, and can make them anew.
+
+    Attributes:
+        layout: two texts. Where the first is equal, they will be made alike; where both are, they are alike already.
+    """
+
+    @property
+    def layout(self) -> tuple[str, str]: ...
+
+    def drop_all(self) -> None:
+        """Release all buffers."""
 
 
 class Work(Protocol[T_co]):

@@ -28,6 +28,9 @@ writes. So an exception that ends an operation, or the wait for one, breaks the 
 member can know yet that the operation has begun. `interrupt` does that in an order that leaves no gap: no further call
 here, then tell the members, then wait until the executor's thread has let go of the memory, then raise.
 
+**Losses.** The executor's `Recovery` says what follows when members die in an operation. By default (`END`) nothing
+can; recovery.py has that of jobs which go on.
+
 Considered and rejected: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
 thread, and its futures and worker keep references that delay the release of shared memory.
 """
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
 
     Ts = TypeVarTuple("Ts")
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 #: Seconds for which an interrupted caller waits for the executor's thread, which notices within 20 ms unless it copies.
@@ -87,24 +91,31 @@ class SerialExecutor:
         name: of the communicator, for error texts.
         wait: waits for other ranks on behalf of the operations.
         members: told when this member is interrupted.
+        recovery: what follows when members are lost.
         callers_run: whether a caller that waits for the only work under way runs it itself if the thread has not begun.
 
     Attributes:
         statistics: what was executed so far.
         failure: the error, if any, after which nothing is executed any more.
         goes_on_after_mismatch: whether members are in step after a `MismatchError` of a blocking call.
-        on_members_lost: called when members died in an operation; raises if the job cannot go on without them. None if
-            it cannot without any.
+        members, wait: as given.
     """
 
-    def __init__(self, name: str, wait: Wait, members: Members | None = None, callers_run: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        wait: Wait,
+        members: Members | None = None,
+        recovery: Recovery | None = None,
+        callers_run: bool = False,
+    ) -> None:
         self.statistics = Statistics()
         self.failure = wait.failure = FailureState(name)
-        self._name, self._wait, self._members = name, wait, members
+        self._name, self.wait, self.members = name, wait, members
         self._callers_run, self._lock = callers_run, threading.RLock()
         self._is_running = False
         self.goes_on_after_mismatch = False
-        self.on_members_lost: Callable[[Wait], None] | None = None
+        self._recovery = recovery or END
         self._thread: QueueThread | None = None
         self._number_base = 0  # added to the number of operations finished, see `renumber`
         #: The thread that is in `run_synchronously`, 0 for none, and what it runs.
@@ -128,7 +139,7 @@ class SerialExecutor:
         if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
-            failure, wait, statistics = self.failure, self._wait, self.statistics
+            failure, wait, statistics, recovers = self.failure, self.wait, self.statistics, self._recovery.recovers
             if failure.error is not None or self._is_running:
                 self._reject_now(fingerprint.text)
             fingerprint = after_rejections(fingerprint, wait.rejected) if wait.rejected else fingerprint
@@ -141,14 +152,14 @@ class SerialExecutor:
             self._began = began = time.monotonic()
             try:
                 self._is_running = True
-                result = operation(*args, fingerprint)
+                result = (self._recovery.allowed(self, operation) if recovers else operation)(*args, fingerprint)
             except ArgumentError:
                 raise
             except MismatchError as error:
                 self._fail_by_mismatch(fingerprint.text, error, inside)
                 raise
             except (PeerFailed, DeadlockError) as error:  # which the other members raise too
-                self._end_or_recover(error, fingerprint.text)
+                self.fail_or_recover(error, fingerprint.text)
                 raise
             except BaseException as error:
                 if wait.begun or isinstance(error, RingError):
@@ -172,19 +183,15 @@ class SerialExecutor:
                 self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result
 
-    def connect(self, key: int, failure_detector: FailureDetector | None, members: Members) -> Wait:
+    def connect(self, key: int, failure_detector: FailureDetector | None, members: Members) -> None:
         """Run the operations of a communicator from now on, whose members have met on this executor's thread.
 
         Args:
             key, failure_detector: as for `Wait`.
             members: told when this member is interrupted.
-
-        Returns:
-            The executor's wait.
         """
-        self._members = members
-        self._wait.renew(self._name, key, failure_detector)
-        return self._wait
+        self.members = members
+        self.wait.renew(self._name, key, failure_detector)
 
     def renumber(self, number: int) -> None:
         """Give the next operation this number, since members that have given one up have not all finished equally many.
@@ -193,7 +200,7 @@ class SerialExecutor:
             number: equal on all members.
         """
         self._number_base = number - self.statistics.operations
-        self._wait.rejected = 0
+        self.wait.rejected = 0
 
     def _record(self, kind: str, text: str, began: float, ended: float, waited: float) -> None:
         recorder.record(
@@ -202,25 +209,33 @@ class SerialExecutor:
             int(began * 1e9),
             int(ended * 1e9),
             communicator=self._name,
-            part_of=self._wait.part_of,
+            part_of=self.wait.part_of,
             waited_ms=round(waited * 1e3, 3),
         )
 
-    def _end_or_recover(self, error: RingError, operation: str) -> None:
+    def fail_or_recover(self, error: RingError, operation: str) -> None:
         """Let nothing follow after an error, unless members died and the others agree to go on without them."""
         if not isinstance(error, MembersLost):
             self.failure.fail(error)
             return
         try:
-            if self.on_members_lost is None:  # a communicator that is still being made
-                raise PeerFailed(str(error), error.rank)
-            self.on_members_lost(self._wait)
+            self._recovery.follow(self, error)
         except (PeerFailed, DeadlockError) as reason:
             self.failure.fail(reason)
             raise
         except BaseException as reason:  # the others wait for this rank's part in the agreement
             self.interrupt(operation, reason)
             raise
+
+    def is_on_thread(self) -> bool:
+        """Whether the caller is the executor's own thread."""
+        return self._thread is not None and self._thread.is_current()
+
+    def let_go(self) -> bool:
+        """Wait until the executor's thread has nothing to do, or for some seconds; returns whether it has not."""
+        if self._thread is not None:
+            self._thread.wait_until_idle(_LET_GO)
+        return self._thread is None or self._thread.is_idle()
 
     def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:
         """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
@@ -247,9 +262,9 @@ class SerialExecutor:
             self._queue("rejection", lambda: self._tell_rejection(operation, error))
             return
         with self._lock:
-            before, self._wait.rejected = self._wait.rejected, self._wait.rejected + 1
-            if self._members is not None and self.failure.error is None:
-                self._members.reject(self._number_base + self.statistics.operations, before, operation, error)
+            before, self.wait.rejected = self.wait.rejected, self.wait.rejected + 1
+            if self.members is not None and self.failure.error is None:
+                self.members.reject(self._number_base + self.statistics.operations, before, operation, error)
 
     def _reject_now(self, text: str) -> None:
         self.failure.check()
@@ -271,8 +286,14 @@ class SerialExecutor:
                 self.interrupt(fingerprint.text, error)
             raise
 
-    def start(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
-        """Queue `function` behind everything that was started before, and return at once."""
+    def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> BackgroundWork[T]:
+        """Queue `function` behind everything that was started before, and return at once.
+
+        Args:
+            repeats: see `Communicator.start`.
+        """
+        if self._recovery.recovers and not self._recovery.may_start(repeats):
+            return BackgroundWork.run_now(description, function, self.interrupt)
         needed_for = current_purpose()
 
         def run() -> T:
@@ -287,7 +308,7 @@ class SerialExecutor:
 
     def _queue(self, description: str, function: Callable[[], T]) -> BackgroundWork[T]:
         if self._thread is None:
-            self._thread = self._wait.background = QueueThread(self._name)
+            self._thread = self.wait.background = QueueThread(self._name)
         try:
             self._thread.check_place(description)
         except RingError as error:
@@ -302,6 +323,9 @@ class SerialExecutor:
         """Run `function` in this thread, after everything that was started before, and return its result.
 
         Any exception breaks the communicator: members may wait for operations that `function` has not come to.
+
+        Raises:
+            MembersLost: members are lost, and the others go on; the caller may repeat it.
         """
         thread = self._thread
         if thread is not None and not thread.is_idle():
@@ -312,7 +336,7 @@ class SerialExecutor:
                 with self._blocking(description):
                     return function()
             except MembersLost:
-                raise  # the survivors go on together, and the caller repeats all of it
+                raise  # the others go on, too
             except BaseException as error:
                 self.interrupt(description, error)
                 raise
@@ -333,14 +357,14 @@ class SerialExecutor:
     @contextlib.contextmanager
     def _blocking(self, description: str) -> Iterator[None]:
         """Count the time that a work blocks the script."""
-        began, waited_before = time.monotonic(), self._wait.waited_so_far()
-        self._wait.caller_blocked_since = began
+        began, waited_before = time.monotonic(), self.wait.waited_so_far()
+        self.wait.caller_blocked_since = began
         try:
             yield
         finally:
-            self._wait.caller_blocked_since = 0.0
+            self.wait.caller_blocked_since = 0.0
             ended = time.monotonic()
-            steps.add_blocked_time(ended - began, self._wait.waited_so_far() - waited_before)
+            steps.add_blocked_time(ended - began, self.wait.waited_so_far() - waited_before)
             if recorder.on:
                 recorder.record("wait", description, int(began * 1e9), int(ended * 1e9))
 
@@ -354,14 +378,14 @@ class SerialExecutor:
         else:
             failure.interrupt(operation, cause)
         try:
-            if self._members is not None:
-                self._members.tell(operation, cause)
+            if self.members is not None:
+                self.members.tell(operation, cause)
             thread = self._thread
             if thread is not None and not (thread.is_current() or self._synchronous_thread == threading.get_ident()):
                 thread.wait_until_idle(_LET_GO)  # every wait notices the failure, see `Wait.failure`
         finally:
-            if self._members is not None:
-                self._members.withdraw(operation, cause)
+            if self.members is not None:
+                self.members.withdraw(operation, cause)
 
     def activity(self) -> Activity | None:
         """Return the current or last operation; any thread may call it."""
@@ -369,7 +393,7 @@ class SerialExecutor:
         if fingerprint is None:
             return None
         ended = ended if ended >= began else 0.0
-        return Activity(self._name, fingerprint.text, self._wait.part_of, began, ended, self.statistics.operations)
+        return Activity(self._name, fingerprint.text, self.wait.part_of, began, ended, self.statistics.operations)
 
     def meet(
         self, have_come: Callable[[], bool], missing: Callable[[], Sequence[int]], nap: Callable[[float], None]
@@ -381,7 +405,7 @@ class SerialExecutor:
         """
         work = self._thread.current if self._thread is not None else None
         what = f"{self._name}: {self._synchronous or (work.description if work is not None else '')}"
-        self._wait.until(have_come, missing, lambda: what, arrival=True, nap=nap, spin=0.0)
+        self.wait.until(have_come, missing, lambda: what, arrival=True, nap=nap, spin=0.0)
 
     def finish(self, seconds: float) -> None:
         """Return when nothing is queued or under way, after `seconds` at the latest."""
@@ -394,7 +418,7 @@ class SerialExecutor:
             self._thread.close()
             self._thread = None
         self.failure.close()
-        self._members = None
+        self.members = None
 
     def discard(self) -> None:
         """End the thread and what it works on, without waiting: safe in a finalizer, at any moment in any thread."""
@@ -431,3 +455,50 @@ class Members(Protocol):
 
     def withdraw(self, operation: str, cause: BaseException) -> None:
         """Take part in nothing any more, so that no operation completes with this member's memory."""
+
+    def barrier(self, operation: Fingerprint) -> None:
+        """Return when all members have called."""
+
+
+class Recovery(Protocol):
+    """What follows when members are lost.
+
+    Attributes:
+        recovers: whether the others go on; if not, nothing but `follow` is called.
+    """
+
+    recovers: bool
+
+    def allowed(self, executor: SerialExecutor, operation: F) -> F:
+        """The operation; raises `MembersLost` if it is known already that it cannot end."""
+
+    def follow(self, executor: SerialExecutor, error: MembersLost) -> None:
+        """Go on without members that were lost in an operation.
+
+        Raises:
+            PeerFailed: the job does not go on.
+        """
+
+    def may_start(self, repeats: bool) -> bool:
+        """Whether a work may run in the background, given whether its caller repeats it."""
+
+
+class _End:
+    """The recovery of a job that ends with the first rank that is lost."""
+
+    recovers = False
+
+    def allowed(self, executor: SerialExecutor, operation: F) -> F:
+        """See the protocol."""
+        return operation
+
+    def follow(self, executor: SerialExecutor, error: MembersLost) -> None:
+        """See the protocol."""
+        raise PeerFailed(str(error), error.rank)
+
+    def may_start(self, repeats: bool) -> bool:
+        """See the protocol."""
+        return True
+
+
+END = _End()

@@ -97,16 +97,15 @@ class SharedMemoryBarrier:
         self._texts = [page[_TEXT:] for page in pages]
         self._fingerprint = Fingerprint(0, "start")
 
-    def keep(self, places: Sequence[int], epoch: int | None = None) -> None:
+    def keep(self, places: Sequence[int], epoch: int) -> None:
         """Go on with the members at `places`; the others are gone.
 
         Args:
             places: of those that stay.
-            epoch: to go on from, the same for all and higher than any before; None if all stand at the same barrier.
+            epoch: to go on from, the same for all and higher than any before.
         """
-        if epoch is not None:
-            publish()
-            self._own[_EPOCH] = epoch
+        publish()
+        self._own[_EPOCH] = epoch
         self._ranks = tuple(self._ranks[place] for place in places)
         self._pages = [self._pages[place] for place in places]
         self._addresses = [self._addresses[place] for place in places]

@@ -95,16 +95,23 @@ class SharedMemoryGroup:
         position: which of them this process is.
         wait: long waits go through it.
         name: of the communicator.
+        replaces: whether members may join later, for which the files of shared buffers stay open.
 
     Attributes:
         size, position: of the group, and of this process in it.
         barriers: the barrier that all operations share.
         chunk_staging: every member's four buffers for chunks between hosts, as one array of bytes per member.
-        may_grow: whether members may join later, for which the files of shared buffers stay open.
     """
 
     def __init__(
-        self, own: Segment, addresses: Sequence[Address], ranks: Sequence[int], position: int, wait: Wait, name: str
+        self,
+        own: Segment,
+        addresses: Sequence[Address],
+        ranks: Sequence[int],
+        position: int,
+        wait: Wait,
+        name: str,
+        replaces: bool = False,
     ) -> None:
         self.position, self.size = position, len(ranks)
         self._small_bytes = _small_bytes(self.size)
@@ -114,7 +121,7 @@ class SharedMemoryGroup:
         self._buffers: list[SharedBuffer] = []
         #: What `mapped` has found, by `id` of the array, which is kept so that no other has its `id`.
         self._mapped: dict[int, tuple[Array, list[Array]]] = {}
-        self.may_grow = False
+        self._replaces = replaces
         self._close_files(segments)
 
     def _use(self, segments: Sequence[Segment]) -> None:
@@ -147,7 +154,7 @@ class SharedMemoryGroup:
         for segment in segments:
             segment.close_file()
 
-    def keep(self, ranks: Sequence[int], epoch: int | None = None) -> None:
+    def keep(self, ranks: Sequence[int], epoch: int) -> None:
         """Go on with these members, of which none is in an operation; the others are gone.
 
         Memory that they map stays where it is, so views of it stay valid.
@@ -280,10 +287,10 @@ class SharedMemoryGroup:
         rows = np.empty((self.size, address.size), np.int64)
         self.all_gather(address.view(np.uint8), [row.view(np.uint8) for row in rows], fingerprint)
         segments = self._open(own, [(int(pid), int(fd), int(size)) for pid, fd, size in rows])
-        self._close_files([segment for segment in segments if segment is not own or not self.may_grow])
+        self._close_files([segment for segment in segments if segment is not own or not self._replaces])
         for i, segment in enumerate(segments):
             segment.own_copy_in_children() if i == self.position else segment.hide_from_children()
-        buffer = SharedBuffer([segment.array for segment in segments], self.position, own if self.may_grow else None)
+        buffer = SharedBuffer([segment.array for segment in segments], self.position, own if self._replaces else None)
         self._buffers.append(buffer)
         return buffer
 

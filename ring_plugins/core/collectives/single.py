@@ -12,7 +12,7 @@ import numpy as np
 from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.collectives.api import Statistics, Work
+from ring_plugins.core.collectives.api import BufferOwner, Statistics, Work
 from ring_plugins.core.collectives.background import BackgroundWork
 from ring_plugins.core.collectives.fingerprint import fingerprint, size_mismatch
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
@@ -28,6 +28,8 @@ class SingleCommunicator:
         name: for reports.
         world_rank: of this process.
     """
+
+    recovers = False
 
     def __init__(self, name: str, world_rank: int = 0) -> None:
         self.name, self.rank, self.size = name, 0, 1
@@ -79,8 +81,12 @@ class SingleCommunicator:
     def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
         return [copy.deepcopy(item)]
 
-    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+    def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
         return BackgroundWork.run_now(description, function, self.interrupt)
+
+    def wait_for(self, works: Sequence[Work[Any]]) -> None:
+        for work in works:
+            work.wait()
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         return function()
@@ -90,6 +96,9 @@ class SingleCommunicator:
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
+
+    def buffers_belong_to(self, owner: BufferOwner) -> None:
+        pass
 
     def release(self, buffer: SharedBuffer) -> None:
         pass

@@ -134,6 +134,7 @@ class Wait:
         begun: whether other members can tell that the operation under way has begun. The executor clears it before each
             operation; the groups set it before they send or announce anything.
         failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
+        given_up: why operations of other threads than the script's are to end; None if they are not.
         check_construction: called in every wait while the communicator is being made; may raise.
         entered: how many have begun.
         rejected: how many calls this member has rejected since.
@@ -149,6 +150,7 @@ class Wait:
         self.part_of = ""
         self.begun = False
         self.failure: Failure | None = None
+        self.given_up: BaseException | None = None
         self.check_construction: Callable[[], object] = lambda: None
         if key >= 0:
             waits_of_communicators[self.identity] = self
@@ -273,6 +275,8 @@ class Wait:
         error = self.failure.error if self.failure is not None else None
         if error is not None and not ready():
             raise fresh(error)
+        if self.given_up is not None and not ready():
+            raise fresh(self.given_up)
         self.check_construction()
 
     def _check_members(self, detector: FailureDetector, missing: Sequence[int], what: Callable[[], str]) -> None:

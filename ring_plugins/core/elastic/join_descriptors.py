@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import SharedMemoryError
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.linux.shared_memory import Address, Segment
@@ -72,7 +72,7 @@ class Renewal(NamedTuple):
     Attributes:
         segments: fresh control pages of the ranks of this host; none where nobody of this host joins.
         parts: those of each shared buffer, likewise; None if all processes drop theirs, since a joiner has others.
-        key, operations: as in `RecoveringCommunicator.renew`.
+        key, operations: as in `HostCommunicator.renew`.
     """
 
     segments: list[Segment]
@@ -85,15 +85,15 @@ class DifferentScript(NotAdmitted):
     """A joiner has come to another place in the script than the members; the text says how that shows."""
 
 
-def descriptor_of(communicator: RecoveringCommunicator, segment: Segment | None) -> dict[str, Any]:
+def descriptor_of(communicator: HostCommunicator, segment: Segment | None) -> dict[str, Any]:
     """What others need to know of a communicator of this process, and of fresh memory for it, if they can map that."""
     return {
         "name": communicator.name,
-        "key": communicator.key,
+        "key": communicator.groups.key,
         "operations": communicator.statistics.operations,
         "pages": segment.address if segment is not None else None,
-        "buffers": communicator.own_buffers,
-        "layout": communicator.layout,
+        "buffers": communicator.groups.own_buffers,
+        "layout": communicator.groups.layout,
     }
 
 
@@ -202,11 +202,11 @@ def _listed(shapes: Mapping[int, tuple[Any, ...]]) -> str:
 def map_descriptors(
     told: Mapping[int, Mapping[str, Any]],
     invitation: Invitation,
-    communicators: Mapping[int, RecoveringCommunicator],
+    communicators: Mapping[int, HostCommunicator],
     own: Mapping[int, Segment],
     rank: int,
     here: Sequence[int],
-) -> dict[RecoveringCommunicator, Renewal]:
+) -> dict[HostCommunicator, Renewal]:
     """Compare what all have told, and map the memory that they offer.
 
     Args:

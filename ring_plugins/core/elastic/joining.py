@@ -30,7 +30,9 @@ from typing import Any
 from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator, repeated
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.host_groups import Member
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -194,7 +196,7 @@ class Joined:
         invitation: Invitation,
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[RecoveringCommunicator, Renewal],
+        mapped: Mapping[HostCommunicator, Renewal],
     ) -> None:
         self._invitation, self._told, self._peers, self._mapped = invitation, told, peers, mapped
 
@@ -204,7 +206,8 @@ class Joined:
 
     def _renew_communicators(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
-            communicator.renew(self._invitation.ranks, segments, parts, key, operations, failure_detector)
+            members = [Member(rank, "", None, key) for rank in self._invitation.ranks]
+            communicator.renew(members, segments, parts, operations, failure_detector)
 
 
 def wait_for_invitation(own: SlotOwner, last_round: int, slots: Slots, until: str = "let it join") -> Invitation | None:
@@ -267,7 +270,7 @@ def take_part(
     invitation: Invitation,
     own: Liveness,
     known: Mapping[int, Liveness],
-    communicators: Mapping[int, RecoveringCommunicator],
+    communicators: Mapping[int, HostCommunicator],
     entry: Mapping[str, Any],
 ) -> Joined:
     """Let joiners join: all that the invitation names call this at the same place.
@@ -299,7 +302,7 @@ def take_part(
         problem = f"rank {own.rank} {error}"
     descriptors = {key: descriptor_of(communicators[key], segment) for key, segment in segments.items()}
     told = admission.gather({**entry, "descriptors": descriptors, "problem": problem})
-    mapped: dict[RecoveringCommunicator, Renewal] = {}
+    mapped: dict[HostCommunicator, Renewal] = {}
     try:
         mapped = map_descriptors(told, invitation, communicators, segments, own.rank, invitation.ranks)
     except SharedMemoryError as error:

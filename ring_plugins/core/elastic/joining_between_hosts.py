@@ -28,8 +28,8 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError, quoted
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.collectives.host import Member
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.host_groups import Member
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.admission import NotAdmitted, begin_together
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -311,7 +311,7 @@ class _Agreement:
         processes: Sequence[_Process],
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
-        mapped: Mapping[RecoveringCommunicator, Renewal],
+        mapped: Mapping[HostCommunicator, Renewal],
     ) -> None:
         self._invitation, self._processes, self._told, self._peers, self._mapped = (
             invitation,
@@ -331,7 +331,7 @@ class _Agreement:
     def _renew(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
             members = [Member(one.rank, one.node, None, key) for one in self._processes]
-            communicator.renew_between_hosts(members, segments, parts, operations, failure_detector)
+            communicator.renew(members, segments, parts, operations, failure_detector)
         self.take_over()
 
 

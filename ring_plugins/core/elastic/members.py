@@ -16,7 +16,6 @@ told where all ranks are at the same place. The changes differ in how they begin
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +24,8 @@ from typing import Any, NoReturn, Protocol
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.control import ControlClient
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
@@ -55,7 +55,7 @@ class Job(Protocol):
     failure_detector: FailureDetector | None
     observers: Observers | None
 
-    def in_use(self) -> list[Communicator[Any]]: ...
+    def recovering_communicators(self) -> dict[int, HostCommunicator]: ...
     def operations(self) -> int: ...
     def exit_from_job(self, status: int) -> NoReturn: ...
 
@@ -75,6 +75,7 @@ class Elastic:
         changes: the script's functions that are to hear of changes.
         preemption_notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
+        recovery: how communicators go on without lost ranks.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Elastic:
     ) -> None:
         self._job, self._processes, self._peers, self._policy = job, processes, peers, policy
         self.slot = slot
+        self.recovery = JobRecovery(self.go_on_without, policy.replaces)
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
@@ -90,7 +92,6 @@ class Elastic:
         self.preemption_notice = PreemptionNotice()
         self._membership: Membership | Mesh | None = None
         self._leader_failover: LeaderFailover | None = None
-        self._in_collective = threading.RLock()
         self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
 
     def begin(self, transport: TcpTransport | None, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
@@ -125,6 +126,7 @@ class Elastic:
             if joined is None:
                 mesh.connect(Wait("ring", detector))
             detector.go_on_over(mesh)
+            self.recovery.confirmations = mesh
             announcements = Announcements(mesh.announce, mesh.announced.get)
         if not isinstance(channel, ControlClient):
             return []
@@ -158,10 +160,6 @@ class Elastic:
         return self._membership if isinstance(self._membership, Mesh) else None
 
     # Losses ---------------------------------------------------------------------------------------
-
-    def watch_over(self, communicator: RecoveringCommunicator) -> None:
-        """Let a communicator go on after losses."""
-        communicator.go_on_after(self.go_on_without, self._in_collective, self._policy.replaces, self.mesh)
 
     def go_on_without(self, wait: Wait) -> None:
         """Agree with the other survivors on who is left, and let all communicators go on with them.
@@ -206,9 +204,8 @@ class Elastic:
         """Let all that this process has of the job follow its members, of which some died, left or joined."""
         membership, processes = self._membership, self._processes
         assert membership is not None
-        for communicator in self._job.in_use():
-            if isinstance(communicator, RecoveringCommunicator):
-                communicator.keep(membership.ranks, membership.view)
+        for communicator in self._job.recovering_communicators().values():
+            communicator.keep(membership.ranks, membership.view)
         if not lost and not left and not joined:
             processes.ranks = membership.ranks
             return

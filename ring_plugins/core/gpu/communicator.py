@@ -24,7 +24,7 @@ from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded, is_rejection
-from ring_plugins.core.collectives.api import Activity, Communicator, FailureState, Statistics, Work
+from ring_plugins.core.collectives.api import Activity, BufferOwner, Communicator, FailureState, Statistics, Work
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.validation import check_counts, check_rank
 from ring_plugins.core.control.wait import LongWait, PeerRejected, Wait
@@ -100,6 +100,8 @@ class DeviceCommunicator:
     Raises:
         MismatchError, DeviceError, TimeoutExceeded: see `NcclConnection`.
     """
+
+    recovers = False
 
     def __init__(
         self,
@@ -245,6 +247,9 @@ class DeviceCommunicator:
             f"{self.name} cannot allocate {nbytes} bytes on the GPU; allocate them with your framework."
         )
 
+    def buffers_belong_to(self, owner: BufferOwner) -> None:
+        pass
+
     def release(self, buffer: SharedBuffer) -> None:
         pass
 
@@ -270,7 +275,7 @@ class DeviceCommunicator:
     def group(self) -> contextlib.AbstractContextManager[None]:
         return self._launch("group")
 
-    def start(self, description: str, function: Callable[[], T]) -> Work[T]:
+    def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
         """Queue what `function` does, the framework's copies included, while the caller's stream goes on.
 
         `function` itself runs at once, in the calling thread, and its error is raised here.
@@ -283,6 +288,10 @@ class DeviceCommunicator:
             self._queue.keep_alive([function])
             queued = self._push(description, caller)
         return StreamWork(description, result, lambda: self._is_done(queued), lambda: self._join(queued))
+
+    def wait_for(self, works: Sequence[Work[Any]]) -> None:
+        for work in works:
+            work.wait()
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """As `start` and `wait`: a GPU has streams, and the host never waits for them."""

@@ -13,11 +13,10 @@ from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.collectives.api import Communicator, Work
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
 from ring_plugins.core.gradients.repetition import SavedInputs
-from ring_plugins.core.gradients.trials import ALWAYS, FixedOverlap, Overlap
+from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -34,7 +33,7 @@ class GradientReducer:
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
     which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
 
-    Where ranks may be lost (`RecoveringCommunicator`), passes are reduced synchronously, and repeated after a loss.
+    Where ranks may be lost, a pass is repeated as a whole after a loss (see `repetition`), in the same way.
 
     Args:
         buffer: the buckets' memory.
@@ -79,8 +78,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for entry in bucket.entries:
                 self._bucket_of[entry] = bucket.index
-        self.kept = SavedInputs() if isinstance(communicator, RecoveringCommunicator) else None
-        self._overlap = (overlap or ALWAYS) if self.kept is None else FixedOverlap(False)
+        self.kept = SavedInputs() if communicator.recovers else None
+        self._overlap = overlap or ALWAYS
         self.overlaps = self._overlap.now
         self.holds = False
         self.waited = 0.0
@@ -143,9 +142,7 @@ class GradientReducer:
                     self._launch(self._fill())
 
     def launch_rest(self) -> None:
-        """Launch what is left, without waiting; nothing where passes are reduced synchronously because ranks may be
-        lost.
-        """
+        """Launch what is left, without waiting."""
         self._launch_rest(self._fill())
 
     def finish(self) -> None:
@@ -156,7 +153,7 @@ class GradientReducer:
         if self.overlaps:
             self.launch_rest()
         self._reduce_rest_synchronously(self._fill())
-        self._wait()
+        self._wait(self._fill())
 
     def abandon(self, fill: Fill = lambda bucket: None) -> None:
         """End a pass that failed on this rank: the peers' reductions complete, with whatever the memory holds.
@@ -166,8 +163,7 @@ class GradientReducer:
         """
         self.begin()
         self._launch_rest(fill)
-        self._reduce_rest_synchronously(fill)
-        self._wait()
+        self._wait(fill)
 
     def forget_errors(self) -> None:
         """Drop the rounding errors that would be added to the next pass."""
@@ -175,12 +171,12 @@ class GradientReducer:
 
     def _launch_rest(self, fill: Fill | None) -> None:
         """Other ranks may reduce the same pass in line, so what is one operation there is one here."""
-        while self.kept is None and self._next < len(self._buckets):
+        while self._next < len(self._buckets):
             self._launch(fill, 1 if self.overlaps else len(self._buckets))
 
     def _launch(self, fill: Fill | None, count: int = 1) -> None:
         description, reduce = self._reduction(fill, count)
-        self._works.append(self._communicator.start(description, reduce))
+        self._works.append(self._communicator.start(description, reduce, repeats=True))
         self._next += count
 
     def _reduce_rest_synchronously(self, fill: Fill | None) -> None:
@@ -190,9 +186,13 @@ class GradientReducer:
             except MembersLost:
                 if self.kept is None:
                     raise
-                self._next = 0  # the pass is repeated as a whole, see `repetition`
-                for codec in self._codecs.values():
-                    codec.undo()
+                self._restart()
+
+    def _restart(self) -> None:
+        """Go back to the first bucket: after a loss the pass is repeated as a whole, see `repetition`."""
+        self._next, self._works = 0, []
+        for codec in self._codecs.values():
+            codec.undo()
 
     def _reduce_synchronously(self, fill: Fill | None) -> None:
         description, reduce = self._reduction(fill, len(self._buckets) - self._next)
@@ -261,12 +261,15 @@ class GradientReducer:
         codec.begin(memory.array)
         return codec
 
-    def _wait(self) -> None:
+    def _wait(self, fill: Fill | None) -> None:
         """Wait for every bucket, and begin anew; if `fill` raised before, the pass is still under way."""
         try:
             started = time.perf_counter()
-            for work in self._works:
-                work.wait()
+            if self.kept is None:
+                for work in self._works:
+                    work.wait()
+            else:
+                self._wait_repeatedly(fill)
             self.waited += time.perf_counter() - started
             self.passes += 1
             self._overlap.pass_ended(time.perf_counter())
@@ -279,6 +282,16 @@ class GradientReducer:
             raise
         finally:
             self._start_pass()
+
+    def _wait_repeatedly(self, fill: Fill | None) -> None:
+        """Wait for every bucket, and launch all of them anew if members are lost meanwhile."""
+        while self._works:  # none if they were reduced synchronously
+            try:
+                self._communicator.wait_for(self._works)
+                return
+            except MembersLost:
+                self._restart()
+                self._launch_rest(fill)
 
 
 def _describe(buckets: Sequence[Bucket], plan: FusionPlan) -> str:

@@ -56,7 +56,7 @@ def tested_by_all():
 def once_it_waits(communicator, raises: Callable[[int], object]) -> None:
     """Call `raises(this thread)` from another one, once this one waits in an operation that has begun."""
     executor, caller = communicator._executor, threading.get_ident()
-    wait = executor._wait
+    wait = executor.wait
     wait.begun = False
 
     def watch() -> None:
@@ -223,7 +223,7 @@ def one_rank_gives_up() -> None:
     """RING_TIMEOUT ends a wait on one rank: its script may go on too."""
     communicator = tested_by_all()
     if RANK == 0:
-        communicator._executor._wait._timeout = 0.1
+        communicator._executor.wait._timeout = 0.1
         try:
             communicator.barrier()
         except ring.TimeoutExceeded as error:

@@ -1,17 +1,20 @@
 """Ranks that can die, as threads of one process: every point of an operation can be tried in milliseconds.
 
-A thread that dies stops where it is and does nothing more. Its memory stays, and its `Mortal` says that it is gone, as
-the kernel's lock would.
+A thread that dies stops where it is and does nothing more, nor does the one in which its communicator works. Its memory
+stays, and its `Mortal` says that it is gone, as the kernel's lock would.
 """
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from ring_plugins.core.collectives.recovery import RecoveringCommunicator
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
 from ring_plugins.core.control.membership import Membership
+
+_synchronize = SharedMemoryBarrier.synchronize
 
 
 class Mortal:
@@ -83,7 +86,7 @@ class Rank:
         membership = [Peer("host", one.pid, "domain") for one in everyone]
         self.detector = FailureDetector(rank, membership, self.peers, Silent())
         self._membership = Membership(self.peers)
-        self._communicators, self._in_use = [], threading.RLock()
+        self._communicators, self._recovery = [], JobRecovery(self._go_on_without)
         self.barriers, self.dies = 0, lambda number: None
 
     @property
@@ -93,15 +96,16 @@ class Rank:
     def communicator(self, name):
         """A new communicator of all ranks."""
         tag = 2 * len(self._communicators)
-        made = RecoveringCommunicator(name, self.rank, "host", tag, self._gather, self.detector, None)
-        made.go_on_after(self._recover, self._in_use)
+        made = HostCommunicator(
+            name, self.rank, "host", tag, self._gather, self.detector, None, recovery=self._recovery
+        )
         self._communicators.append(made)
         return made
 
-    def _recover(self, wait):
+    def _go_on_without(self, wait):
         self._membership.agree(wait)
         for communicator in self._communicators:
-            communicator.keep(self.view)
+            communicator.keep(self.view, self._membership.view)
 
     def die(self):
         """Do nothing more."""
@@ -125,19 +129,20 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
         Exception: the first error of a rank.
     """
     together, items, over = threading.Barrier(size), [None] * size, threading.Event()
-    everyone, own = [Mortal(rank) for rank in range(size)], threading.local()
-    synchronize = SharedMemoryBarrier.synchronize
+    everyone, ranks = [Mortal(rank) for rank in range(size)], {}
 
     def mortally(barrier, *args, **options):
-        rank = getattr(own, "rank", None)
+        rank = ranks.get(barrier._ranks[barrier._position])
         if rank is not None:
+            if everyone[rank.rank].is_dead:  # in another of its threads
+                rank.die()
             rank.barriers += 1
             how = rank.dies(rank.barriers)
             if how == "in":
                 barrier._own[_EPOCH] += 1
             if how:
                 rank.die()
-        synchronize(barrier, *args, **options)
+        _synchronize(barrier, *args, **options)
 
     monkeypatch.setattr(SharedMemoryBarrier, "synchronize", mortally)
 
@@ -149,12 +154,14 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
             together.wait(60)
             return gathered
 
-        rank = own.rank = Rank(number, everyone, gather, over, min_ranks)
+        rank = ranks[number] = Rank(number, everyone, gather, over, min_ranks)
         try:
             return function(rank)
         except Died:
             return None
         except BaseException as error:
+            if everyone[number].is_dead:
+                return None
             everyone[number].fail(number, f"rank {number} failed: {error!r}")
             raise
         finally:

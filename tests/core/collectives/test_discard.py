@@ -39,7 +39,7 @@ def test_what_waits_for_peers_in_a_discarded_communicator_ends_on_this_rank_only
 def test_a_communicator_that_nobody_refers_to_goes_without_the_garbage_collector():
     def rank_of(rank, communicator):
         communicator.start("a sum", lambda: communicator.all_reduce(host_memory(np.ones(4)), Op.SUM)).wait()
-        return [weakref.ref(part) for part in (communicator._executor, communicator._node)]
+        return [weakref.ref(part) for part in (communicator._executor, communicator.groups.node)]
 
     gc.disable()
     try:

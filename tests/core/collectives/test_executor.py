@@ -10,6 +10,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
 from ring_plugins.core.collectives.background import QueueThread
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint, for_purpose, purpose
+from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
@@ -134,7 +135,7 @@ def test_an_error_reaches_the_caller_and_every_later_call(executor):
 
 def test_an_interrupted_operation_leaves_the_rank_out_of_step(executor):
     def interrupt(operation):
-        executor._wait.begun = True
+        executor.wait.begun = True
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -204,8 +205,7 @@ def test_members_are_told_that_this_one_was_interrupted_while_they_agree_on_who_
         raise KeyboardInterrupt
 
     members = Members()
-    executor = SerialExecutor("test", Wait("test", None), members)
-    executor.on_members_lost = interrupt
+    executor = SerialExecutor("test", Wait("test", None), members, Recovery(JobRecovery(interrupt), "test"))
     with pytest.raises(KeyboardInterrupt):
         executor.run(OPERATION, lose_a_member)
     assert members.told == [(OPERATION.text, KeyboardInterrupt), "withdrawn"]

@@ -12,8 +12,9 @@ import pytest
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.recovery import _OneThreadExecutor, repeated
+from ring_plugins.core.collectives.recovery import JobRecovery, Recovery, repeated
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
 from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
@@ -225,9 +226,9 @@ def test_a_second_thread_is_rejected_while_the_first_is_in_a_collective(monkeypa
 def test_no_operation_begins_while_it_is_known_that_members_are_lost():
     """They might all have arrived at its barriers before, in a view of which this rank has not heard."""
     lost, begun = [1], []
-    executor = _OneThreadExecutor("one", Wait("one", None))
-    executor.on_members_lost = lambda wait: lost.clear()
-    executor.confirmations = SimpleNamespace(
+    job = JobRecovery(lambda wait: lost.clear())
+    executor = SerialExecutor("one", Wait("one", None), None, Recovery(job, "one"))
+    job.confirmations = SimpleNamespace(
         committed=0, pending=None, must_agree=lambda: bool(lost), members_lost=lambda: MembersLost("rank 1 died.", 1)
     )
     with pytest.raises(MembersLost, match="rank 1 died"):

@@ -91,7 +91,7 @@ if rank:
     except ring.ArgumentError:
         pass
 elif WAITS_FOR_THE_CALL:  # so that this rank arrives last, and need not look for rejections
-    own = ring.core.world.current().communicator._node.barriers
+    own = ring.core.world.current().communicator.groups.node.barriers
     while max(page[0] for page in own._others) <= own._own[0]:
         time.sleep(0.001)
 for _ in range(2):

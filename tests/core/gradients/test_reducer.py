@@ -15,7 +15,7 @@ class Recorder(SingleCommunicator):
         super().__init__("recorder")
         self.log = []
 
-    def start(self, description, function):
+    def start(self, description, function, repeats=False):
         self.log.append(description.split(" of ")[0])
         return super().start(description, function)
 
@@ -139,12 +139,12 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
             if not self.done():
                 raise KeyboardInterrupt
 
-    made._communicator.start = lambda text, function: UnderWay(text, text.startswith("bucket 0"))
+    made._communicator.start = lambda text, function, repeats: UnderWay(text, text.startswith("bucket 0"))
     made._communicator.interrupt = lambda operation, cause: log.append((operation, type(cause)))
     with pytest.raises(KeyboardInterrupt):
         made.finish()
     assert log[-1] == ("bucket 1 of 3 (1)", KeyboardInterrupt)
-    made._communicator.start = lambda text, function: UnderWay(text, True)
+    made._communicator.start = lambda text, function, repeats: UnderWay(text, True)
     made.finish()
     assert log[-1] == "fill 2"  # nothing is under way any more
 

@@ -7,6 +7,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.trials import FixedOverlap
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 
 #: A small bucket, one that members reduce in place in shared memory, and one with a tensor that is reduced where it is.
@@ -18,8 +19,16 @@ PLAN = FusionPlan(
 UNIT = 6.0
 
 
-def passes(rank, communicator, fails_in=()):
-    """Run two passes; returns, for each, the values of all gradients and flags, and the control number."""
+def passes(rank, communicator, fails_in=(), overlap=False, between=lambda: None):
+    """Run two passes; returns, for each, the values of all gradients and flags, and the control number.
+
+    Args:
+        rank: a `Rank`.
+        communicator: of the gradients.
+        fails_in: ranks that do so.
+        overlap: whether buckets are averaged while gradients are still to come.
+        between: called between two gradients.
+    """
     buffer = FusionBuffer(PLAN, communicator)
     state = {"step": 0}
 
@@ -34,7 +43,7 @@ def passes(rank, communicator, fails_in=()):
         state.setdefault("direct", {}).update({bucket.index: direct})
         return direct
 
-    reducer = GradientReducer(buffer, communicator, fill)
+    reducer = GradientReducer(buffer, communicator, fill, overlap=FixedOverlap(overlap))
     found = []
     for step in range(2):
         state["step"] = step
@@ -42,8 +51,11 @@ def passes(rank, communicator, fails_in=()):
             reducer.begin()
             reducer.abandon(fill)
         else:
-            for entry in reversed(range(len(COUNTS))):
+            # Ranks come to what is between two gradients with different buckets under way.
+            for entry in (2, 1, 0) if rank.rank else (1, 2, 0):
                 reducer.mark_ready(entry)
+                if entry:
+                    between()
             reducer.finish()
         values = set()
         for bucket in PLAN.buckets:
@@ -57,21 +69,32 @@ def passes(rank, communicator, fails_in=()):
     return found, reducer.passes
 
 
-@pytest.mark.parametrize("fails_in", [(), pytest.param((1,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("overlap", "between", "fails_in"),
+    [
+        (False, False, ()),
+        (True, False, ()),
+        (True, True, ()),
+        pytest.param(False, False, (1,), marks=pytest.mark.slow),
+        pytest.param(True, True, (1,), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", ["before", "in"])
-def test_each_pass_is_averaged_over_the_same_ranks_wherever_one_dies(monkeypatch, victim, how, fails_in):
+def test_each_pass_is_averaged_over_the_same_ranks_wherever_one_dies(
+    monkeypatch, victim, how, overlap, between, fails_in
+):
     number, died, orders = 0, True, set()
     while died:
         number += 1
 
         def run(rank, number=number):
-            communicator = rank.communicator("gradients")
+            communicator, other = rank.communicator("gradients"), rank.communicator("of the script")
             FusionBuffer(PLAN, communicator)
             if rank.rank == victim:
                 first = rank.barriers + 4  # after the buffer of `passes` has been allocated
                 rank.dies = lambda at: how if at - first == number else None
-            return passes(rank, communicator, fails_in)
+            return passes(rank, communicator, fails_in, overlap, other.barrier if between else lambda: None)
 
         results = on_mortal_ranks(monkeypatch, 3, run)
         died = results[victim] is None
