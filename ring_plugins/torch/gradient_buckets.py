@@ -13,6 +13,7 @@ import itertools
 import operator
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -327,12 +328,13 @@ class GradientBuckets:
         """The memory of a bucket's direct gradients; others have been moved to these views."""
         if self._half is not None:
             return self._half.pack(bucket, direct)
-        if self._saved is not None:
-            self._saved.moved(bucket, moved, views)
-            return [*self._saved.memories(bucket, direct, self.parameters, self._absent)]
+        memory_of: Callable[[torch.Tensor], Memory] = dense_memory
         if self._streams is None and bucket.dtype in _KNOWN_TO_NUMPY:
-            return [host_memory_of(gradient, bucket.dtype) for gradient in direct]
-        return [dense_memory(gradient) for gradient in direct]
+            memory_of = partial(host_memory_of, dtype=bucket.dtype)
+        if self._saved is None:
+            return list(map(memory_of, direct))
+        self._saved.moved(bucket, moved, views)
+        return [*self._saved.memories(bucket, direct, self.parameters, self._absent, memory_of)]
 
     def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
         """Divide a bucket that was just filled by the number of ranks, if its reduction does not."""

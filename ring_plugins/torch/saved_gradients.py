@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.gradients.fusion import Bucket
 from ring_plugins.core.gradients.repetition import SavedInputs
 from ring_plugins.torch.tensor_memory import dense_memory, is_shared, memory_like
@@ -57,6 +57,7 @@ class SavedGradients:
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[nn.Parameter],
         but: Collection[int],
+        memory_of: Callable[[torch.Tensor], Memory] = dense_memory,
     ) -> list[HostMemory]:
         """The memory of direct gradients, whose averages go to other memory where that is possible.
 
@@ -65,15 +66,16 @@ class SavedGradients:
             gradients: the direct ones.
             parameters: by entry.
             but: entries whose averages must stay where the gradients are.
+            memory_of: that of a dense tensor, whose strides are its parameter's.
         """
         found = []
         for i, gradient in zip(bucket.direct, gradients, strict=True):
-            memory, spare = dense_memory(gradient), self._spare.pop(i, None)
+            memory, spare = memory_of(gradient), self._spare.pop(i, None)
             assert isinstance(memory, HostMemory)
             if i not in but and _are_new([gradient]):
                 average = memory_like(parameters[i]) if spare is None or _is_used(spare) else spare
                 self._spare[i], parameters[i].grad = gradient, average
-                target = dense_memory(average)
+                target = memory_of(average)
                 assert isinstance(target, HostMemory)
                 memory = target._replace(source=memory.array)
             found.append(memory)

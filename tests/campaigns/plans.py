@@ -93,6 +93,7 @@ class Plan:
         nodes: of how many ranks each host is, as RING_VIRTUAL_NODES takes it; "" for one host.
         plugin: what trains: one of `PLUGINS`.
         compression: of gradients between hosts, with error feedback; "" for none.
+        overlap: whether gradients are averaged while backward runs.
         steps: of the training.
         replaces: whether other processes take the places of lost ones.
         standbys: that wait.
@@ -113,6 +114,7 @@ class Plan:
     nodes: str = ""
     plugin: str = "torch"
     compression: str = ""
+    overlap: bool = False
     steps: int = STEPS
     replaces: bool = False
     standbys: int = 0
@@ -178,7 +180,8 @@ def draw_losses(
         faults = [replace(one, point=LEAVES) if leaves else one for one, leaves in zip(faults, is_leaving, strict=True)]
     if plugin != "torch":
         faults, skips = [_at_epoch_end(fault) for fault in faults], (STEPS, 0)
-    return Plan(seed, number, ranks, tuple(faults), in_place, skips, stops, nodes, plugin, compression, case=case)
+    options = in_place, skips, stops, nodes, plugin, compression, drawn.random() < 0.6
+    return Plan(seed, number, ranks, tuple(faults), *options, case=case)
 
 
 def _at_epoch_end(fault: Fault) -> Fault:

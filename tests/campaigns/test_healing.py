@@ -83,6 +83,7 @@ def test_a_job_is_drawn_from_its_seed_number_and_cases_alone():
     assert {draw(1, number, list(CASES)).case for number in range(300)} == set(CASES)
     plans = [draw(1, number, ["one host"]) for number in range(300)]
     assert {fault.point for plan in plans for fault in plan.faults} == set(POINTS)
+    assert {plan.overlap for plan in plans} == {True, False}
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5} and {plan.ranks for plan in plans} == {2, 3, 4, 5, 6}
     assert all(len({fault.process for fault in plan.faults}) == len(plan.faults) < plan.ranks for plan in plans)
 

@@ -173,7 +173,9 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
     mortal = Mortal(plan, process)
     if plan.plugin != "torch":
         trained = train_lightning if plan.plugin == "lightning" else train_keras
-        options = {"compression": plan.compression or None, "error_feedback": bool(plan.compression)}
+        options = {
+            "compression": plan.compression or None, "error_feedback": bool(plan.compression), "overlap": plan.overlap
+        }  # fmt: skip
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"slot": process, **found, "weights": checksums(found["weights"])}
     admission._PATIENCE = mesh_admission._PATIENCE = LAUNCHED_PATIENCE if plan.launcher else PATIENCE
@@ -208,6 +210,7 @@ class Loop:
         self._optimizer = DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5), self.model.named_parameters(),
             bucket_bytes=4096, compression=plan.compression or None, error_feedback=bool(plan.compression),
+            overlap=plan.overlap,
         )  # fmt: skip
         self.model[1].register_post_accumulate_grad_hook(lambda _: mortal.at("between gradients"))
         self._optimizer.optimizer.register_step_pre_hook(lambda *_: mortal.at("update"))

@@ -13,7 +13,7 @@ def test_weights_are_compared_in_the_pass_after_a_change_and_behind_the_first_up
     elastic, compared, told = SimpleNamespace(view=0, tell_changes=lambda: told.append(1)), [], []
     monkeypatch.setattr(recovery, "current", lambda: SimpleNamespace(elastic=elastic))
     monkeypatch.setattr(recovery, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
-    check, outcome = recovery.RecoveryCheck(None, "auto", None), ""
+    check, outcome = recovery.RecoveryCheck(None, None), ""
     named = list(nn.Linear(1, 1).named_parameters())
 
     def passes(number):
