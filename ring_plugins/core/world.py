@@ -90,7 +90,7 @@ class World:
         self._pid = os.getpid()
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
-        self.recovers = policy.continues and rendezvous.size > 1
+        self.recovers = policy.recovers and rendezvous.size > 1
         self.replaces = policy.replaces and self.recovers
         self.has_left = False
         self.launcher = launcher
@@ -148,7 +148,7 @@ class World:
         most = MOST_MEMBERS if policy.replaces else 0
         server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
         #: A port of this host for other libraries, of which `export_place` tells.
-        self._reserved = reserve_port() if size > 1 and not policy.continues else None
+        self._reserved = reserve_port() if size > 1 and not policy.recovers else None
         entries = read_each(rendezvous.gather(self._entry(own, server)), Entry.read)
         self._server: dict[str, Any] = entries[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
@@ -705,7 +705,7 @@ def init(
     if ranks is not None and max_ranks is not None:
         policy.check_size(ranks)
     check_ancestors()
-    if policy.continues:
+    if policy.recovers:
         prepare_to_continue(ranks, policy, _generation)
     check_directory(ranks)
     exit_hooks.install(lambda: _world, shutdown)

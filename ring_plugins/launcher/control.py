@@ -71,7 +71,7 @@ class Driver:
         trouble: Callable[[], str | None],
         timeout: float | None,
         most: int = 0,
-        tolerates_losses: bool = False,
+        recovers: bool = False,
     ) -> list[Outcome]:
         """Send the call to every rank that connects, and gather the outcomes in the order of their arrival.
 
@@ -82,7 +82,7 @@ class Driver:
             timeout: seconds for everything, None for no limit.
             most: of a job that is over when `trouble` says so, how many processes it may have in all; 0 if it is over
                 when all ranks have reported, or some seconds after one has failed.
-            tolerates_losses: as for `collect`.
+            recovers: as for `collect`.
 
         Raises:
             LaunchError: `trouble` said so before all ranks had connected.
@@ -92,9 +92,7 @@ class Driver:
         self._acceptor.limit = self._most + _OTHER_CONNECTIONS
         is_over = (lambda: self._has_ended(trouble)) if most else None
         with ProgressLine() as line:
-            return collect(
-                ranks, lambda seconds: self._poll(seconds, trouble, line), timeout, is_over, tolerates_losses
-            )
+            return collect(ranks, lambda seconds: self._poll(seconds, trouble, line), timeout, is_over, recovers)
 
     def _has_ended(self, trouble: Callable[[], str | None]) -> bool:
         """Whether the job is over, and nothing is on its way from its ranks any more.

@@ -72,10 +72,10 @@ def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:
     Returns:
         These options, as text; "" if there are none.
     """
-    tolerates_losses = config.LOSSES_TOLERATED.is_set(environment)
+    recovers = config.LOSSES_TOLERATED.is_set(environment)
     for name in (*_PLACE, *([config.LAUNCHER.name] if config.SLOT.is_set(environment) else [])):
         environment.pop(name, None)
-    if not tolerates_losses:
+    if not recovers:
         return ""
     found = {name: environment.pop(name) for name in _POLICY if name in environment}
     return " ".join(f"{name}={value}" for name, value in found.items())

@@ -93,7 +93,7 @@ def run(
     policy.check_size(ranks)
     packed = pack_call(function, args, kwargs)
     is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook
-    if hosts or policy.continues:
+    if hosts or policy.recovers:
         here = f"localhost:{ranks}"  # a scheduler may have allocated further hosts
         with (
             Relay(False, always=is_redirected) as relay,

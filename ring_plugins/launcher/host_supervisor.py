@@ -347,7 +347,7 @@ def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> in
         prepare: called once the coordinator is reached.
     """
     segment = Segment.create(OwnSlot.nbytes(max(job.size, job.most)))
-    with Supervisor(tolerates_losses=True, slots=OwnSlot.parts(segment.array)[0]) as supervisor:
+    with Supervisor(recovers=True, slots=OwnSlot.parts(segment.array)[0]) as supervisor:
         link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)

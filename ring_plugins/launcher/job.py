@@ -52,7 +52,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
     own = _rendezvous(plan) if plan.mpirun is None and not plan.hosts else None
-    with Supervisor(plan.tolerates_losses, own.slots if own is not None else None) as supervisor:
+    with Supervisor(plan.recovers, own.slots if own is not None else None) as supervisor:
         if plan.mpirun is not None:
             status, why = _run_mpirun(plan, supervisor)
         elif own is None:
@@ -152,7 +152,7 @@ def _run_ranks(
         told = notify if plan.replaces else None
         replacements = Replacements(supervisor, slots, job.ranks, unused, start, told, standbys)
         supervisor.is_out = replacements.is_out
-        if plan.tolerates_losses:  # else it is the last line
+        if plan.recovers:  # else it is the last line
             supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")
         requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
 

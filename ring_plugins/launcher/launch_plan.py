@@ -59,7 +59,7 @@ class LaunchPlan:
             scheduler starts the ranks.
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
         is_local: whether all ranks run on this host.
-        tolerates_losses: whether the other ranks go on when one is killed.
+        recovers: whether the other ranks go on when one is killed.
         replaces: whether another process takes its place.
         standbys: how many processes wait to do so.
         max_ranks: up to how many ranks the job may grow; 0 for no more than at the start.
@@ -71,7 +71,7 @@ class LaunchPlan:
     hosts: tuple[str, ...] = field(default=())
     provisional: tuple[str, ...] = ()
     is_local: bool = False
-    tolerates_losses: bool = False
+    recovers: bool = False
     replaces: bool = False
     standbys: int = 0
     max_ranks: int = 0
@@ -91,8 +91,8 @@ def make_plan(options: Options) -> LaunchPlan:
     ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
     is_local = all(is_this_host(part.host) for part in shares)
-    tolerates_losses = options.on_failure != "end"
-    if tolerates_losses:
+    recovers = options.on_failure != "end"
+    if recovers:
         _check_that_losses_can_be_tolerated(options, ranks, is_local)
         launcher, missing = None, ""
     else:
@@ -112,7 +112,7 @@ def make_plan(options: Options) -> LaunchPlan:
     notices += provisional
     interface = options.interface or config.INTERFACE.get() or None
     environment = exported_variables(options.export, threads_per_rank(available, most), interface)
-    if tolerates_losses:
+    if recovers:
         environment |= {config.ON_FAILURE.name: options.on_failure, config.LOSSES_TOLERATED.name: "1"}
         environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
         environment |= {config.MAX_RANKS.name: str(options.max_ranks)} if options.max_ranks is not None else {}
@@ -121,7 +121,7 @@ def make_plan(options: Options) -> LaunchPlan:
     job = JobSpec(
         command=mpirun.resolve_program(options.command),
         ranks=ranks,
-        shares=() if is_local or (allocation and not tolerates_losses) else shares,
+        shares=() if is_local or (allocation and not recovers) else shares,
         interface=interface,
         bind=options.bind,
         oversubscribed=oversubscribed,
@@ -141,7 +141,7 @@ def make_plan(options: Options) -> LaunchPlan:
         hosts_to_reach,
         provisional,
         is_local,
-        tolerates_losses,
+        recovers,
         options.on_failure == "replace",
         options.standbys,
         options.max_ranks or 0,

@@ -201,7 +201,7 @@ def collect(
     poll: Callable[[float], Iterable[Outcome]],
     timeout: float | None,
     is_over: Callable[[], bool] | None = None,
-    tolerates_losses: bool = False,
+    recovers: bool = False,
 ) -> list[Outcome]:
     """Gather an outcome from every rank, or what arrives within `GRACE_SECONDS` of the first failure.
 
@@ -211,7 +211,7 @@ def collect(
         timeout: seconds for all ranks to finish, None for no limit.
         is_over: whether no more will come, where somebody else ends a job in which a rank has failed; None for the
             rule above.
-        tolerates_losses: whether a rank that is lost has not failed.
+        recovers: whether a rank that is lost has not failed.
 
     Returns:
         The outcomes in the order of their arrival.
@@ -231,7 +231,7 @@ def collect(
             )
         for outcome in poll(_POLL_SECONDS):
             found.append(outcome)
-            if outcome.failure is not None and not (tolerates_losses and outcome.failure.is_loss):
+            if outcome.failure is not None and not (recovers and outcome.failure.is_loss):
                 give_up = min(give_up, time.monotonic() + GRACE_SECONDS)
     return found
 

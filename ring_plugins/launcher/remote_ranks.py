@@ -76,7 +76,7 @@ class RemoteRanks:
             }
             options = ["-n", str(ranks), "-H", hosts, *(word for name in environment for word in ("-x", name))]
             options += ["--on-failure", policy.on_failure]
-            options += ["--min-ranks", str(policy.min_ranks)] if policy.continues else []
+            options += ["--min-ranks", str(policy.min_ranks)] if policy.recovers else []
             options += ["--interface", interface] if interface else []
             options += ["--tag-output"] if tag_output else []
             out, err = relay.files(0)
@@ -123,7 +123,7 @@ class RemoteRanks:
             TimeoutExceeded: the time has passed.
         """
         packed = json.dumps(self._path).encode() + b"\n" + packed
-        if not self._policy.continues:
+        if not self._policy.recovers:
             return results(self._driver.outcomes(packed, self._ranks, self._trouble, timeout))
         outcomes = self._driver.outcomes(packed, self._ranks, self._trouble, timeout, MOST_MEMBERS)
         trouble = self._trouble() if self._process.returncode else None

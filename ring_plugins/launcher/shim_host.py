@@ -24,7 +24,7 @@ def main() -> int:
     try:
         if job.index:
             return host_supervisor.run(job)
-        with Supervisor(tolerates_losses=True) as supervisor:
+        with Supervisor(recovers=True) as supervisor:
             status, why = several_hosts.coordinate(job, place["hosts"], supervisor, _notify)
             if why:
                 _notify(why)

@@ -53,7 +53,7 @@ class Supervisor:
     Use it as a context manager in the main thread.
 
     Args:
-        tolerates_losses: whether the others go on when a process is killed by a signal, or ends without telling them.
+        recovers: whether the others go on when a process is killed by a signal, or ends without telling them.
             One that fails by an exit status otherwise ends all.
         slots: in which the processes, by their indices, say how they end; None if they have no such memory.
 
@@ -67,8 +67,8 @@ class Supervisor:
         tell_of_memory: called if the process of an index was killed since memory had run out.
     """
 
-    def __init__(self, tolerates_losses: bool = False, slots: Slots | None = None) -> None:
-        self._tolerates_losses, self._slots = tolerates_losses, slots
+    def __init__(self, recovers: bool = False, slots: Slots | None = None) -> None:
+        self._recovers, self._slots = recovers, slots
         self.processes: list[subprocess.Popen[bytes]] = []
         self.standbys: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
@@ -261,7 +261,7 @@ class Supervisor:
 
     def ends_job(self, index: int, code: int | None) -> bool:
         """Whether the others are to end after the process of an index; `code` is its `returncode`, None if it runs."""
-        if not code or not self._tolerates_losses:
+        if not code or not self._recovers:
             return bool(code)
         return is_failure(code) and not (self._slots is not None and self._slots.died_silently(index))
 

@@ -76,7 +76,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     package: ClassVar[Package]
     accelerator_type: ClassVar[type]
-    can_recover: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
+    recovers: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
 
     cluster_environment: RingEnvironment
     parallel_devices: list[torch.device] | None
@@ -270,7 +270,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
                 f"The accelerator chose {self.root_device}, but ring_plugins averages gradients only in the memory of"
                 " CPUs and CUDA GPUs. Pass `accelerator='cpu'` or `accelerator='gpu'`."
             )
-        if own_world.recovers and not self.can_recover:
+        if own_world.recovers and not self.recovers:
             own_world.refuse_to_recover("RingFabricStrategy")
         if not own_world.recovers:  # a process group would keep its number of ranks
             ensure_process_group(own_world, self._timeout)

@@ -95,7 +95,7 @@ class RingTrainerLogic(RingParallelLogic):
     # again. What it would have brought, permission to train compiled modules, is one line in `packages`.
 
     strategy_name = "ring"
-    can_recover = True
+    recovers = True
     model: Module | None
     lightning_module: Any
     optimizers: list[Any]

@@ -106,7 +106,7 @@ def run(
     ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
     policy.check_size(ranks)
     with _RankActors(ray, ranks, needs, placement, dict(env or {}), policy, start_timeout) as actors:
-        return results(actors.outcomes(packed, timeout), ranks if policy.continues else 0)
+        return results(actors.outcomes(packed, timeout), ranks if policy.recovers else 0)
 
 
 def _max_ranks(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
@@ -334,7 +334,7 @@ class _RankActors:
                     yield outcome
             yield from self._never_started(waiting)
 
-        return collect(len(self._actors), poll, timeout, tolerates_losses=self._policy.continues)
+        return collect(len(self._actors), poll, timeout, recovers=self._policy.recovers)
 
     def _environment(self, assignment: RankAssignment) -> dict[str, str]:
         """Variables by which `init` finds the others: in shared memory, or over the network."""

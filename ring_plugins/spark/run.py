@@ -97,9 +97,9 @@ def run(
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
         variables = {**(env or {}), **policy.environment}
         job = _SparkJob(context, ranks, _RankTask(host, driver.port, driver.key, variables))
-        goes_on = policy.continues
+        goes_on = policy.recovers
         try:
-            outcomes = driver.outcomes(packed, ranks, job.trouble, timeout, tolerates_losses=goes_on)
+            outcomes = driver.outcomes(packed, ranks, job.trouble, timeout, recovers=goes_on)
             return results(outcomes, ranks if goes_on else 0)
         finally:
             job.cancel()

@@ -130,7 +130,7 @@ class GradientBuckets:
         is_trained: Sequence[bool] | None = None,
     ) -> None:
         self._options = options or ComparedOptions()
-        # Where ranks may be lost, buckets are reduced when backward is over, in whatever order gradients came.
+        # Where ranks may be lost, buckets stay as they are: making others is what no loss may interrupt.
         self._recovers = communicator.recovers
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
         self.has_others, self.wants_change, self.replaced, self.noted = False, False, dict[str, Replaced](), ""

@@ -68,7 +68,7 @@ def run_replaced(
     most = max(most, ranks)
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks, most))
     places = SharedMemoryRendezvous(segment, 0, ranks, [], most).slots
-    supervisor, started, began = Supervisor(tolerates_losses=True), list[Forked](), time.monotonic()
+    supervisor, started, began = Supervisor(recovers=True), list[Forked](), time.monotonic()
     with TemporaryDirectory() as name:
         directory = Path(name)
 
@@ -115,7 +115,7 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
         directory = Path(name)
 
         def add(index: int, first: int, size: int) -> None:
-            segment, supervisor = Segment.create(OwnSlot.nbytes(size)), Supervisor(tolerates_losses=True)
+            segment, supervisor = Segment.create(OwnSlot.nbytes(size)), Supervisor(recovers=True)
             segments.append(segment)
 
             def start(local: int, process: int) -> None:

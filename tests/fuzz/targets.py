@@ -762,7 +762,7 @@ class SupervisorMessages(JsonTarget):
 
     def __init__(self) -> None:
         super().__init__()
-        self._supervisor = Supervisor(tolerates_losses=True)
+        self._supervisor = Supervisor(recovers=True)
 
     def run(self, data: bytes, rng: random.Random) -> None:
         told: list[str] = []

@@ -120,19 +120,19 @@ def test_threads_and_oversubscription_follow_the_smallest_host():
 
 def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
     planned = make_plan(Options(COMMAND, ranks=3, on_failure="continue", min_ranks=2))
-    assert planned.mpirun is None and planned.tolerates_losses
+    assert planned.mpirun is None and planned.recovers
     variables = {"RING_ON_FAILURE": "continue", "RING_LOSSES_TOLERATED": "1", "RING_MIN_RANKS": "2"}
     assert planned.job.environment.items() >= variables.items()
     assert not planned.replaces
     replacing = make_plan(Options(COMMAND, ranks=3, on_failure="replace"))
-    assert replacing.tolerates_losses and replacing.replaces and replacing.standbys == 0
+    assert replacing.recovers and replacing.replaces and replacing.standbys == 0
     growing = make_plan(Options(COMMAND, ranks=3, on_failure="replace", standbys=2, max_ranks=4))
     assert (growing.standbys, growing.max_ranks, growing.job.environment["RING_MAX_RANKS"]) == (2, 4, "4")
     between = make_plan(Options(COMMAND, hosts="far1:2,far2:2", on_failure="replace", max_ranks=6))
     assert between.hosts == ("far1", "far2") and between.max_ranks == 6
     assert replacing.job.environment["RING_ON_FAILURE"] == "replace"
     ordinary = make_plan(Options(COMMAND, ranks=3))
-    assert not ordinary.tolerates_losses and not ordinary.job.environment.keys() & variables.keys()
+    assert not ordinary.recovers and not ordinary.job.environment.keys() & variables.keys()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Job:
 
 @pytest.fixture
 def job():
-    with Supervisor(tolerates_losses=True) as supervisor:
+    with Supervisor(recovers=True) as supervisor:
         yield Job(supervisor)
 
 

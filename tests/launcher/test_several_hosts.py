@@ -23,7 +23,7 @@ from ring_plugins.launcher.supervision import Supervisor
 
 def coordinator(notify=lambda text: None, most=0):
     hosts = [("host1", [0, 1]), ("me@host2", [2, 3])]
-    return Coordinator(hosts, Supervisor(tolerates_losses=True), notify, most=most)
+    return Coordinator(hosts, Supervisor(recovers=True), notify, most=most)
 
 
 def job(of, index=0, addresses=("127.0.0.1",)):
@@ -162,7 +162,7 @@ def test_added_ranks_go_to_hosts_that_have_ranks():
 
 def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
     hosts = [("host1", range(16)), ("host2", range(16, 32))]
-    with Coordinator(hosts, Supervisor(tolerates_losses=True), print, most=32) as of:
+    with Coordinator(hosts, Supervisor(recovers=True), print, most=32) as of:
         of._started, of._hosts[1].is_lost = {}, True
         of._give_out_anew(of._hosts[1])
         started = []
@@ -176,7 +176,7 @@ def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
 @pytest.mark.parametrize("min_ranks", [1, 2, 3])
 def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over, min_ranks):
     told = []
-    with Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(tolerates_losses=True), told.append) as of:
+    with Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(recovers=True), told.append) as of:
         of.added_hosts.start = lambda *host: None
         of._failed, of.min_ranks = [End(3, 1, "")] * is_over, min_ranks
         of._hosts[1].report = []

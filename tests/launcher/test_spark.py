@@ -90,7 +90,7 @@ def test_the_others_go_on_without_a_rank_whose_process_is_killed(monkeypatch, vi
     policy = FailurePolicy.chosen("continue", 1)
     with tasks(monkeypatch, 3, policy.environment) as driver:
         packed = pack_call(sum_up, (victims, signal.SIGKILL), None)
-        found = results(driver.outcomes(packed, 3, lambda: None, 60, tolerates_losses=True), 3)
+        found = results(driver.outcomes(packed, 3, lambda: None, 60, recovers=True), 3)
     left = [rank for rank in range(3) if rank not in victims]
     total = 2 * 3.0 + 3 * len(left)
     assert found == [(rank, place, len(left), total) for place, rank in enumerate(left)]

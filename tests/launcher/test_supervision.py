@@ -51,7 +51,7 @@ def test_a_killed_process_ends_the_others_only_if_losses_are_not_tolerated(kille
 
 def test_a_failed_process_ends_the_others_also_if_losses_are_tolerated(monkeypatch):
     monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.0)
-    with Supervisor(tolerates_losses=True) as supervisor:
+    with Supervisor(recovers=True) as supervisor:
         supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
         supervisor.start(["sh", "-c", "exit 3"], os.environ)
         going_on = supervisor.start(["sleep", "3600"], os.environ)
@@ -60,7 +60,7 @@ def test_a_failed_process_ends_the_others_also_if_losses_are_tolerated(monkeypat
 
 
 def test_a_job_of_which_nobody_is_left_has_failed():
-    with Supervisor(tolerates_losses=True) as supervisor:
+    with Supervisor(recovers=True) as supervisor:
         for _ in range(2):
             supervisor.start(["sh", "-c", "kill -9 $$"], os.environ)
         assert supervisor.wait()[0] == 137
@@ -69,7 +69,7 @@ def test_a_job_of_which_nobody_is_left_has_failed():
 def test_a_process_that_has_left_does_not_count():
     """Neither for the success of the job nor against it."""
     for others, status in (([0], 0), ([-9], 137)):
-        with Supervisor(tolerates_losses=True) as supervisor:
+        with Supervisor(recovers=True) as supervisor:
             supervisor.is_out = lambda index: index == 0
             for code in (1, *others):
                 ending = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
@@ -81,7 +81,7 @@ def test_a_process_that_was_killed_since_memory_ran_out_is_named_as_such(monkeyp
     """As the kernel's counter says, which also counts others: so only of a process that ended when it rose."""
     kills, told = [7], []
     monkeypatch.setattr(supervision, "memory_kills", lambda: kills[0])
-    with Supervisor(tolerates_losses=True) as supervisor:
+    with Supervisor(recovers=True) as supervisor:
         supervisor.tell_of_memory = told.append
         for ending in ("kill -9 $$", "exit 0", "kill -9 $$"):
             supervisor.start(["sh", "-c", ending], os.environ).wait()
@@ -119,7 +119,7 @@ def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure():
     for slot in range(2):
         slots.take(SlotOwner(slot, slot, (1, 2, 3)), as_member=True)
     slots.note_end(1)
-    supervisor = Supervisor(tolerates_losses=True, slots=slots)
+    supervisor = Supervisor(recovers=True, slots=slots)
     assert [supervisor.ends_job(slot, 3) for slot in range(2)] == [False, True]
 
 

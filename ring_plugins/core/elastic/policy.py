@@ -22,13 +22,13 @@ class FailurePolicy(NamedTuple):
     """What a job does when a rank is lost.
 
     Attributes:
-        continues: whether the others go on.
+        recovers: whether the others go on.
         min_ranks: with how many of them at least.
         replaces: whether another process takes its place.
         max_ranks: to how many ranks the job may grow; 0 for no more than at the start.
     """
 
-    continues: bool
+    recovers: bool
     min_ranks: int
     replaces: bool = False
     max_ranks: int = 0
@@ -36,12 +36,12 @@ class FailurePolicy(NamedTuple):
     @property
     def on_failure(self) -> str:
         """As an argument of `init`."""
-        return "replace" if self.replaces else "continue" if self.continues else "end"
+        return "replace" if self.replaces else "continue" if self.recovers else "end"
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for ranks of which each is started by itself and may outlive any other."""
-        if not self.continues:
+        if not self.recovers:
             return {}
         chosen = {config.ON_FAILURE.name: self.on_failure, config.MIN_RANKS.name: str(self.min_ranks)}
         return {**chosen, config.LOSSES_TOLERATED.name: "1"}
@@ -60,8 +60,8 @@ class FailurePolicy(NamedTuple):
                 f"{config.MIN_RANKS.name}=0 is not a positive number of ranks: give 1 or more, or unset it."
             )
         chosen = on_failure or config.ON_FAILURE.get()
-        continues, replaces = chosen != "end", chosen == "replace"
-        if min_ranks is not None and not continues:
+        recovers, replaces = chosen != "end", chosen == "replace"
+        if min_ranks is not None and not recovers:
             raise ArgumentError(
                 f'min_ranks={min_ranks} needs on_failure="continue" or "replace", with which a job goes on when ranks '
                 "are lost; pass both, start with `ring run --on-failure continue`, or leave min_ranks out."
@@ -71,13 +71,13 @@ class FailurePolicy(NamedTuple):
                 f'max_ranks={max_ranks} needs on_failure="replace", with which further processes can join a job; pass '
                 "both, or leave max_ranks out."
             )
-        least = (min_ranks or least or 1) if continues else 0
-        return cls(continues, least, replaces, (max_ranks or most) if replaces else 0)
+        least = (min_ranks or least or 1) if recovers else 0
+        return cls(recovers, least, replaces, (max_ranks or most) if replaces else 0)
 
     def idle_variables(self) -> list[str]:
         """Variables that are set, but have no effect with this policy, each with what it needs."""
         either, replace = f"{config.ON_FAILURE.name}=continue or replace", f"{config.ON_FAILURE.name}=replace"
-        needs = {config.MIN_RANKS: (self.continues, either), config.MAX_RANKS: (self.replaces, replace)}
+        needs = {config.MIN_RANKS: (self.recovers, either), config.MAX_RANKS: (self.replaces, replace)}
         needs[config.STANDBYS] = self.replaces, replace
         return [
             f"{variable.name}={variable.get()} has no effect without {other}."

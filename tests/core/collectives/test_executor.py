@@ -303,7 +303,8 @@ def test_members_meet_on_the_thread_of_an_executor_before_it_knows_them():
 
     def connect():
         executor.meet(lambda: next(looks), lambda: [1], time.sleep)
-        assert executor.connect(7, None, Others()).identity == "test #7"
+        executor.connect(7, None, Others())
+        assert executor.wait.identity == "test #7"
 
     executor.start("connect", connect).wait()
     executor.interrupt("a message", KeyboardInterrupt())
