@@ -100,7 +100,12 @@ def test_a_dead_abort_thread_of_the_monitor_is_told(died, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: None)
     detector = SimpleNamespace(failure=lambda: "rank 1 died", aborted=False, failed=False, fail=lambda _: None, rank=0)
     thread = SimpleNamespace(
-        _failure_detector=detector, _end_at=0.0, _closed=threading.Event(), _call=lambda _: None, _abort=broken
+        _failure_detector=detector,
+        _end_at=0.0,
+        _closed=threading.Event(),
+        _call=lambda _: None,
+        _abort=broken,
+        _status_after=lambda failure: 1,
     )
     monitor.MonitorThread._end_after_failure(thread)
     assert died.seen.wait(10) and died.names == ["ring:abort"]

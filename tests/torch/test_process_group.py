@@ -87,3 +87,47 @@ def test_a_rank_that_fails_ends_the_others_inside_backward() -> None:
     assert result.returncode != 0
     assert "ValueError: a bad batch" in result.stderr
     assert "rank 1 failed: ValueError: a bad batch" in result.stderr  # so rank 0 learned of it
+
+
+MESSAGES = """
+import os, signal, time
+import torch, torch.distributed as dist
+import ring_plugins as ring, ring_plugins.torch
+from tests.worker import report
+
+ring.init()
+dist.init_process_group("ring")
+rank, large = dist.get_rank(), torch.ones(1_000_000)
+
+def outcome(call):
+    try:
+        call()
+    except ring.RingError as error:
+        return [type(error).__name__, str(error)]
+
+if os.environ["TEST_CONNECTED"]:
+    (dist.send if rank else dist.recv)(large, 1 - rank)
+else:
+    group = dist.new_group([0, 1])  # in the same one, a rank that has got the error would receive what the other sends
+    report("both send first", outcome(lambda: dist.send(large, 1 - rank, group=group)))
+if rank == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+report("killed", outcome(lambda: dist.recv(large, 1)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["", "1,1"])
+@pytest.mark.parametrize("connected", ["", "1"])
+def test_a_deadlock_of_messages_and_a_killed_peer_are_errors_that_name_the_rank(nodes: str, connected: str) -> None:
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_CONNECTED": connected}
+    result = run_ranks(MESSAGES, 2, "torchrun", env=env, timeout=90, check=False)
+    assert len(result.values("both send first")) == (0 if connected else 2), result
+    for rank, (kind, text) in enumerate(result.values("both send first")):
+        other = 1 - rank
+        assert kind == "DeadlockError", result
+        assert f"rank {rank} waits for rank {other} in process group" in text
+        assert f"while rank {other} waits for rank {rank} in process group" in text
+    ((kind, text),) = result.values("killed")
+    assert kind == "PeerFailed" and "rank 1 " in text and "killed by a signal" in text, result

@@ -350,8 +350,10 @@ class SerialExecutor:
             if self._callers_run and thread is not None and thread.is_next(work):
                 with self._lock:
                     self._synchronous_thread, self._synchronous = threading.get_ident(), work.description
-                    work.run()
-                    self._synchronous_thread, self._synchronous = 0, ""
+                    try:
+                        work.run()
+                    finally:
+                        self._synchronous_thread, self._synchronous = 0, ""
             wait_for_event(work.finished)
 
     @contextlib.contextmanager
