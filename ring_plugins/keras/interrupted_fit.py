@@ -56,6 +56,7 @@ def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exceptio
     # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
     if cause is None and _is_process_ending():
         cause = RuntimeError(f"this rank ends in the middle of fit(), with exit status {exit_status()} (sys.exit).")
+        current().leave(exit_status())  # so that they hear of a peer that failed, not only of one that rejects a step
     if cause is None:
         cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
     for communicator in communicators:

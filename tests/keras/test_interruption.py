@@ -166,11 +166,11 @@ x = np.ones((8, 2), "float32")
 try:
     model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[BroadcastCallback(), Exits()])
 except Exception as error:
-    report("told", str(error))
+    report("told", f"{type(error).__name__} {error}")
     raise
 """
 
 
 def test_a_rank_that_exits_within_fit_is_not_said_to_have_caught_an_exception():
     result = run_ranks(EXITS, 2, env=environment("torch"), timeout=200, check=False)
-    assert "rank 1" in (told := str(result.values("told"))) and "exit status 4 (sys.exit)" in told
+    assert "PeerFailed rank 1" in (told := str(result.values("told"))) and "exit status 4 (sys.exit)" in told

@@ -300,7 +300,11 @@ class Wait:
             return
         rejection = detector.rejection(self._key, self.number, self.rejected, absent)
         if rejection and not ready():
-            raise PeerRejected(f"{rejection} Rank {detector.rank} waits for it in {what()}.")
+            text = f"{rejection} Rank {detector.rank} waits for it in {what()}."
+            if (exited := next(filter(detector.exit_status, absent), -1)) >= 0:
+                detector.aborted = True
+                raise PeerFailed(text, exited)
+            raise PeerRejected(text)
 
     def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
         """Raise the reason why a peer is gone instead of `error`, if it arrives in time."""
