@@ -1,6 +1,5 @@
 """How a rank under test dies at a certain point."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,9 +10,9 @@ from typing import Any
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
-from ring_plugins.core.control import admission, mesh_admission
+from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.consensus import Consensus
-from ring_plugins.core.elastic import joining_between_hosts
+from ring_plugins.core.elastic import joining
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 
@@ -91,29 +90,11 @@ def pause_once() -> None:
 def end_in_round(number: int, when: str) -> None:
     """Die "before" or "in" this round of an admission from now on, counted from 1, or be "stopped" before it.
 
-    Between hosts, `when` may also be "pauses-before" or "pauses-in": the process goes on when the test says so.
-    """
-    gather, seen = admission.Admission.gather, []
+    `when` may also be "pauses-before" or "pauses-in": the process goes on when the test says so.
 
-    def mortally(self: Any, payload: Any) -> Any:
-        seen.append(1)
-        if len(seen) == number and when == "in":
-            self._own.tell(self._round + 1, json.dumps(payload).encode())
-        if len(seen) == number and when == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif len(seen) == number:
-            die()
-        return gather(self, payload)
-
-    admission.Admission.gather = mortally  # type: ignore[method-assign]
-    end_in_round_between_hosts(number, when)
-
-
-def end_in_round_between_hosts(number: int, when: str) -> None:
-    """As `end_in_round`, on several hosts, where the third round is the decision.
-
-    Round 0 is the one in which members call the joiner, and round 4 that in which all go on together.
-    A member dies "in" that when it has told the others that it has arrived, and a joiner when it knows of it.
+    Round 0 is the one in which members call the joiner, round 3 the decision, and round 4 that in which all go on
+    together. A member dies "in" the decision when it has told the others that it has arrived, and a joiner when it
+    knows of it.
     """
     of_members, of_joiner = mesh_admission.MeshAdmission.gather, mesh_admission.Candidate.gather
     arrive, decided = Consensus.arrive, mesh_admission.Candidate.decision
@@ -165,7 +146,7 @@ def end_in_round_between_hosts(number: int, when: str) -> None:
         end_around(mesh_admission.MeshAdmission, "call", end, is_in)
         end_around(mesh_admission.Candidate, "called", end, is_in)
     if number == 4:
-        end_around(joining_between_hosts._Agreement, "go_on", end, is_in)
+        end_around(joining._Agreement, "go_on", end, is_in)
     mesh_admission.MeshAdmission.gather = gather  # type: ignore[method-assign]
     mesh_admission.Candidate.gather = gather_as_joiner  # type: ignore[method-assign]
     mesh_admission.Candidate.decision = decision  # type: ignore[method-assign]

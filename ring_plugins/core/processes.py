@@ -139,19 +139,18 @@ class Processes:
         self.is_added = False
         self.topology: Topology = find_topology(slot, nodes, hosts)
 
-    def add(self, everyone: Iterable[SlotOwner], entries: Mapping[int, Entry], nodes: Mapping[int, str] | None) -> None:
+    def add(self, everyone: Iterable[SlotOwner], entries: Mapping[int, Entry], nodes: Mapping[int, str]) -> None:
         """Note who and where all are that are members from now on, before `follow`.
 
         Args:
             everyone: all of them, in the order of slots.
             entries: by world rank.
-            nodes: keys of their hosts, by world rank; None if there is one host.
+            nodes: keys of their hosts, by world rank.
         """
         for slot, rank, _ in everyone:
             self.entries[rank], self.slots[rank] = entries[rank], slot
-            self.nodes[rank] = nodes[rank] if nodes is not None else self.nodes[self.own]
-            if nodes is not None:
-                self._note_place(slot, nodes[rank], entries[rank].host, entries[rank].share_of_cores)
+            self.nodes[rank] = nodes[rank]
+            self._note_place(slot, nodes[rank], entries[rank].host, entries[rank].share_of_cores)
 
     def _note_place(self, slot: int, node: str, host: str, cores: Cores) -> None:
         self._node_of_slot[slot : slot + 1] = [node]

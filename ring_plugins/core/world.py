@@ -34,7 +34,8 @@ from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
-from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.failure_detector import Peer as Place
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread
@@ -51,14 +52,15 @@ from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.linux.shared_memory import is_available
+from ring_plugins.core.net.listener import UNIX, Listener, Peer
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.processes import Entry, Processes
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, SlotOwner, own_slot
-from ring_plugins.core.rendezvous.spawn import slots, status_of_child
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, SlotOwner
+from ring_plugins.core.rendezvous.spawn import status_of_child
 from ring_plugins.core.rendezvous.topology import Topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
@@ -108,7 +110,9 @@ class World:
         self._statistics: list[Statistics] = []
         self._made, self._keeping = 0, threading.Lock()
         self._of_devices: dict[int, DeviceCommunicator] = {}
-        self.own_slot = own_slot() if rendezvous.size > 1 else None
+        self.own_slot = rendezvous.slot if rendezvous.size > 1 else None
+        #: Connects the members of a job that goes on when some are lost.
+        self.listener: Listener | None = self.transport.listener if self.transport is not None else None
         try:
             self._connect_alone() if self.is_joining else self._connect()
         except BaseException as error:
@@ -163,7 +167,8 @@ class World:
         if any(entry.policy[0] for entry in entries):
             shares_memory = len(set(nodes)) == 1 and all(entry.liveness for entry in entries)
             uses_sockets = self.transport is not None and all(entry.liveness for entry in entries)
-            policies, has_slots = [entry.policy for entry in entries], self.own_slot is not None
+            policies = [entry.policy for entry in entries]
+            has_slots = self.own_slot is not None and self.own_slot.has_supervisor
             check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary, has_slots)
         peers = self._watch_local_peers(own, entries) if any(entry.liveness for entry in entries) else None
         self._local_peers = peers
@@ -174,16 +179,15 @@ class World:
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
         if self.recovers:
+            self.listener = self.listener or self._listen_here()
             self._begin_to_recover()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
         if self.recovers:
             self.elastic.preemption_notice.install()
-        if self.own_slot is not None:
+        if self.own_slot is not None and (self.recovers or self.own_slot.has_supervisor):
             self._write_join_info()
             self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
-        if self.recovers and own is not None and (places := slots()) is not None:
-            places.take(SlotOwner(rank, rank, own.address), as_member=True)
 
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
@@ -191,13 +195,14 @@ class World:
         self._reserved = None
         own = Liveness.create(rank)
         entry = self._entry(own, None)
-        if self.own_slot is not None:
-            self.processes = Processes.from_join_info(rank, slot, entry, self.own_slot.read_join_info(), size)
-        else:
-            nodes, hosts, cores = [entry.domain] * size, [entry.host] * size, [entry.share_of_cores] * size
-            self.processes = Processes(rank, slot, {rank: entry}, nodes, hosts, cores)
-        where = entry.host if self.own_slot is not None else ""
-        self._local_peers = LocalPeers(own, [], where, self._policy.min_ranks)
+        assert self.own_slot is not None
+        join_info = self.own_slot.read_join_info()
+        self.processes = Processes.from_join_info(rank, slot, entry, join_info, size)
+        if self.listener is None:
+            self.listener = Listener(str(join_info["address"]))
+            own_peer = Peer(entry.host, self.listener.address, self.listener.port)
+            self.listener.open(rank, {rank: own_peer}, str(join_info["secret"]), accepts_all=True)
+        self._local_peers = LocalPeers(own, [], entry.host if self.own_slot.has_supervisor else "")
         self._secret, self._tags = b"", itertools.count(rank, MOST_MEMBERS)
         self.elastic = Elastic(self, self.processes, self._local_peers, self._policy, self.own_slot)
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
@@ -206,13 +211,24 @@ class World:
     def _begin_to_recover(self, joined: Mesh | None = None) -> None:
         """From now on, the loss of a rank does not end the job; collective. `joined` as in `extend`."""
         assert self._monitor is not None
-        for service in self.elastic.begin(self.transport, self.addresses(), joined):
+        assert self.listener is not None
+        for service in self.elastic.begin(self.listener, self.addresses(), joined):
             self._monitor.add(service)
+
+    def _listen_here(self) -> Listener:
+        """Let ranks of this host connect, which is the only one; collective."""
+        rank, entries = self.world_rank, self.processes.entries
+        listener = Listener(UNIX)
+        addresses = read_each(self._rendezvous.gather(listener.address), partial(read_as, str))
+        peers = {one: Peer(entries[one].host, address, 0) for one, address in enumerate(addresses)}
+        listener.open(rank, peers, self.derive_secret("connections").hex())
+        return listener
 
     def _write_join_info(self) -> None:
         """Say to new processes of this host how to be reached by the others, if processes may join there."""
-        if self.own_slot is not None and self.replaces and self.transport is not None:
-            where = {"secret": self.transport.listener.secret, "address": self.transport.address}
+        if self.own_slot is not None and self.replaces and self.listener is not None:
+            address = self.transport.address if self.transport is not None else UNIX  # the same from all ranks
+            where = {"secret": self.listener.secret, "address": address}
             self.own_slot.write_join_info({**where, **self.processes.join_info()})
 
     def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
@@ -239,6 +255,8 @@ class World:
         if self._monitor is not None:
             self._monitor.close()
         self._rendezvous.close()
+        if self.listener is not None:
+            self.listener.close()
 
     def _watch_local_peers(self, own: Liveness | None, members: Sequence[Entry]) -> LocalPeers | None:
         """Map the liveness segments of this host's ranks; collective.
@@ -264,7 +282,7 @@ class World:
         if own is None:
             return None
         where = host if any(member.domain != domain for member in members) else ""
-        return LocalPeers(own, others, where, self._policy.min_ranks)
+        return LocalPeers(own, others, where)
 
     def _make_monitor(self, server: ControlServer | None, members: Sequence[Entry]) -> MonitorThread:
         """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
@@ -275,7 +293,7 @@ class World:
         address = members[0].server
         assert address is not None
         self.channel = server or ControlClient(rank, size, address, domains[0] == domains[rank])
-        membership = [Peer(member.host, member.pid, member.domain) for member in members]
+        membership = [Place(member.host, member.pid, member.domain) for member in members]
         self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
         self.observers = Observers(
             self.channel, self.failure_detector, self.activities, self.has_communicated, members[0].records
@@ -423,11 +441,10 @@ class World:
         entry = {"member": list(self.processes.entries[self.world_rank])}
         if self.is_joining:
             return entry
-        places = {"places": self.processes.places()} if self.elastic.mesh is not None else {}
         return {
             **entry, "view": self.elastic.view, "made": self._made, "server": self._server,
             "secret": self._secret.decode(), "shards": self.processes.shards, "pending": sorted(self.elastic.pending),
-            **places,
+            "places": self.processes.places(),
         }  # fmt: skip
 
     def extend(
@@ -436,7 +453,7 @@ class World:
         told: Mapping[int, Mapping[str, Any]],
         others: Sequence[Liveness],
         renew: Callable[[FailureDetector], None],
-        nodes: Mapping[int, str] | None = None,
+        nodes: Mapping[int, str],
         mesh: Mesh | None = None,
     ) -> None:
         """Go on with further members, as all have agreed; nothing of this fails.
@@ -446,18 +463,18 @@ class World:
             told: the `introduction` of each by world rank.
             others: liveness of those others that share memory with this process.
             renew: lets all communicators go on with everyone.
-            nodes: by world rank, the keys of hosts; None if there is one host.
-            mesh: in a process that joins a job on several hosts, its connections.
+            nodes: by world rank, the keys of hosts.
+            mesh: in a process that joins, its connections.
         """
         of_members = next(introduction for introduction in told.values() if "view" in introduction)
         is_new, joined = self.is_joining, [rank for _, rank, _ in everyone if "view" not in told[rank]]
-        if is_new and "places" in of_members:
+        if is_new:
             self.processes.take_places(of_members["places"])
         self.processes.add(everyone, {rank: Entry(*one["member"]) for rank, one in told.items()}, nodes)
         if is_new:
             self._become_member(of_members, others, mesh)
         self.processes.divide_among(max(of_members["shards"], 1 + everyone[-1].slot))
-        self.elastic.extend(everyone, joined, others, of_members["view"] + 1, renew)
+        self.elastic.extend(everyone, joined, others, renew)
         self._write_join_info()
         if is_new:
             assert self._monitor is not None
@@ -477,15 +494,14 @@ class World:
         self.elastic.pending = frozenset(told["pending"])  # who may join later, as all members have agreed
         own = entries[self.world_rank]
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
-        here = [Peer(own.host, own.pid, own.domain)] * (self.world_rank + 1)
+        here = [Place(own.host, own.pid, own.domain)] * (self.world_rank + 1)
         self.failure_detector = FailureDetector(self.world_rank, here, peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort, self.status_after)
         self._monitor.add(self.observers.stalls)
         self._begin_to_recover(mesh)
-        if mesh is not None:
-            addresses = [entries[rank].addresses if rank in entries else [] for rank in range(max(entries) + 1)]
-            self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
+        addresses = [entries[rank].addresses if rank in entries else [] for rank in range(max(entries) + 1)]
+        self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
         self.is_joining = False
 
     def exit_from_job(self, status: int) -> NoReturn:
@@ -593,8 +609,6 @@ class World:
         """As `Slots.note_end`, for what started this process."""
         if self.own_slot is not None:
             self.own_slot.note_end(how)
-        elif (places := slots()) is not None:
-            places.note_end(self.processes.slot, how)
 
     def operations(self) -> int:
         """How many operations this rank has finished, also with communicators that are gone."""
@@ -637,6 +651,8 @@ class World:
             if self._reserved is not None:
                 steps.callback(self._reserved.close)
             steps.callback(self._rendezvous.close)
+            if self.listener is not None and self.transport is None:
+                steps.callback(self.listener.close)
             for communicator in reversed(self.in_use()):
                 steps.callback(communicator.close)
             if self._monitor is not None:
@@ -650,8 +666,8 @@ class World:
         if self.channel is not None:
             self.channel.abandon()
         self.elastic.detach_after_fork()
-        if self.elastic.mesh is not None and self.transport is not None:
-            self.transport.listener.detach_after_fork()
+        if self.elastic.mesh is not None and self.listener is not None:
+            self.listener.detach_after_fork()
         for communicator in self.in_use():
             communicator.detach_after_fork()
 

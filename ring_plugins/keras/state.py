@@ -14,13 +14,12 @@ from keras.src.random.seed_generator import global_seed_generator  # Keras 3.15.
 
 from ring_plugins.core.arrays.dtypes import FLOATS, Op
 from ring_plugins.core.arrays.memory import HostMemory, host_array
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, MembersLost, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.job import connect

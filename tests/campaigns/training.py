@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import ring_plugins as ring
-from ring_plugins.core.control import admission, mesh_admission
+from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.consensus import Consensus
-from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.elastic.members import Elastic
 from ring_plugins.core.rendezvous.spawn import slots
@@ -62,9 +61,8 @@ def checksums(model: Sequence[Any]) -> list[str]:
 
 def die_in_healing(when: str) -> None:
     """Die in the first agreement on who is left, see `Fault.when`."""
-    agree, follow, decide = Membership.agree, Elastic._follow, None
+    follow = Elastic._follow
     if when == "before":
-        Membership.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
         Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
     elif when == "over":
 
@@ -74,14 +72,9 @@ def die_in_healing(when: str) -> None:
                 die()
 
         Elastic._follow = follow_and_die  # type: ignore[method-assign]
-    elif isinstance(current().elastic._membership, Mesh):  # half of the time, before it has told anybody
+    else:  # half of the time, before it has told anybody
         adopt = Consensus._adopt
         Consensus._adopt = lambda *args: (os.getpid() % 2 and adopt(*args), die())  # type: ignore[method-assign, assignment, return-value]
-    else:
-        own = current().elastic._membership._peers.own  # type: ignore[union-attr]
-        decide = own.decide
-        own.decide = lambda *args: (decide(*args), die())  # type: ignore[method-assign, assignment, return-value]
-        Membership.agree = lambda *args: (agree(*args), die())  # type: ignore[method-assign, assignment, return-value]
 
 
 class Mortal:
@@ -178,7 +171,7 @@ def train(plan: Plan, process: int) -> dict[str, Any]:
         }  # fmt: skip
         found = trained(mortal, process, plan.steps, patterns(plan.compression), gradient, UNIT * process, options)
         return {"slot": process, **found, "weights": checksums(found["weights"])}
-    admission._PATIENCE = mesh_admission._PATIENCE = LAUNCHED_PATIENCE if plan.launcher else PATIENCE
+    mesh_admission._PATIENCE = LAUNCHED_PATIENCE if plan.launcher else PATIENCE
     mortal.before_init()
     ring.init(on_failure="replace" if plan.replaces else "continue")
     mortal.after_init()

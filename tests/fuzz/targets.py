@@ -24,14 +24,13 @@ from ring_plugins.core.base.errors import RingError, SharedMemoryError
 from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control import server as control_server
-from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.channel import ControlConnection
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
-from ring_plugins.core.control.liveness import MOST_MEMBERS, RUNNING, Liveness
+from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
-from ring_plugins.core.control.mesh_admission import Candidate
+from ring_plugins.core.control.mesh_admission import Candidate, NotAdmitted
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.elastic import joining
 from ring_plugins.core.gpu import nccl
@@ -423,7 +422,7 @@ class SlotTexts(Target):
         return [b"3:4:1", b"-1:4:1", b"0:0:0", b"3:4", b"999999999999999999999:1:1"]
 
     def run(self, data: bytes, rng: random.Random) -> None:
-        slots.OwnSlot(data.decode("utf-8", "replace"))
+        slots.OwnSlot.inherited(data.decode("utf-8", "replace"))
 
 
 class SlotRows(Target):
@@ -451,56 +450,32 @@ class SlotRows(Target):
 
 
 class Admissions(JsonTarget):
-    """What processes tell in the rounds of an admission: all join, or nobody does."""
+    """What processes tell of what they have made for each other: all map it, or nobody joins."""
 
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
         everyone = [slots.SlotOwner(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
-        self._call = joining.Invitation(16, everyone, [3])
+        self._call = joining.Invitation(everyone, [3])
         super().__init__()
 
     def valid(self) -> list[bytes]:
         pages, buffer = (segment.address for segment in self._segments)
         offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer],
                  "layout": ["same", "same"]}  # fmt: skip
-        entry = {"member": ["x", "host1", 1], "place": "here", "descriptors": {"0": offer}, "problem": ""}
-        rounds = [{**self._call._asdict(), "problem": ""}, {**entry, "view": 1}, {"problem": ""}]
-        return [json.dumps(one).encode() for one in [*rounds, entry, {"problem": "no memory"}]]
+        entry = {"member": ["x", "host1", 1], "place": "here", "descriptors": {"0": offer}}
+        return [json.dumps(one).encode() for one in [{**entry, "view": 1}, entry]]
 
     def run(self, data: bytes, rng: random.Random) -> None:
-        with contextlib.suppress(NotAdmitted):
-            called: Any = _Told(0, [data])
-            found = joining.Invitation.of(joining.told_by(called, 17))
-            assert found is None or all(isinstance(rank, int) for rank in [found.start, *found.ranks])
-        of_call, of_member, last, of_joiner, _ = self.seeds[:5]
-        peers: Any = {1: _Told(1, [of_call, of_member, last]), 3: _Told(3, [of_call, of_joiner, last])}
-        peers[rng.choice([1, 3])].rounds[rng.randrange(3)] = data
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        of_member, of_joiner = map(json.loads, self.seeds[:2])
         communicator: Any = Mock()  # can be a key
-        communicator.name, communicator.key, communicator.statistics.operations = "ring", 2, 7
-        communicator.own_buffers, communicator.layout = [self._segments[1].address], ("same", "same")
-        own: Any = _Told(0, [])
-        entry = {"member": ["x", "host1", 1], "place": "here", "view": 1}
-        with contextlib.suppress(NotAdmitted), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(joining, "create_segment", lambda: Segment.create(64))
-            joining.take_part(self._call, own, peers, {0: communicator}, entry)
-
-
-class _Told:
-    """The liveness of a process that has told something in each round."""
-
-    state, pid = RUNNING, 4711
-
-    def __init__(self, rank: int, rounds: list[bytes]) -> None:
-        self.rank, self.rounds = rank, rounds
-
-    def tell(self, number: int, data: bytes) -> None:
-        self.rounds.append(data)
-
-    def told(self, number: int) -> bytes:
-        return self.rounds[number - 17]
-
-    def has_died(self) -> bool:
-        return False
+        own = Segment.create(64)
+        for told in ({0: of_member, 1: of_member, 3: found}, {0: of_member, 1: found, 3: of_joiner}):
+            with contextlib.suppress(NotAdmitted, SharedMemoryError):
+                joining.map_descriptors(told, self._call, {0: communicator}, {0: own}, 0, [0, 1, 3])
 
 
 class LauncherMessages(Target):

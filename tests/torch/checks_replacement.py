@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.control import admission, mesh_admission
+from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
@@ -124,7 +124,7 @@ def own_deaths(slot: int, ranks: int) -> list[tuple[int, str]]:
 
 
 if "stopped" in os.environ.get("TEST_DEATHS", ""):
-    admission._PATIENCE = mesh_admission._PATIENCE = 2.0
+    mesh_admission._PATIENCE = 2.0
 
 
 def prepare_joiner(mine: list[tuple[int, str]]) -> None:

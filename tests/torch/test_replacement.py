@@ -104,7 +104,7 @@ def test_a_standby_that_is_killed_while_it_waits_is_replaced_and_so_is_one_that_
 def test_a_joiner_may_die_while_it_joins_and_the_next_one_joins(point):
     found, own = check(train([[1, 2, "now"], [1, 0, point]]))
     assert found["numbers"] == [0, 4, 2]
-    has_joined = point == "joiner round 3 in"
+    has_joined = "round 3" in point  # in which the members decide
     assert [change[2] for change in own[0]["changes"] if change[2]] == [*[[3]] * has_joined, [4]]
 
 
@@ -114,7 +114,10 @@ def test_nobody_waits_long_for_a_joiner_that_is_stopped_while_it_joins(number):
     result = train([[1, 2, "now"], [1, 0, f"joiner round {number} stopped"]])
     found, _ = check(result)
     assert found["numbers"] == [0, 4, 2]
-    assert "which was to join as rank 3, has not answered for 2 s (stopped?). It was killed, and the" in result.output
+    text = "which was to join as rank 3, has not answered for 2 s (stopped?). It was killed, and the"
+    if number == 3:  # behind which it is a member, as soon as the others have decided
+        text = "which has joined as rank 3, did not go on for 2 s (stopped?). It was killed."
+    assert text in result.output
 
 
 @pytest.mark.slow

@@ -70,6 +70,14 @@ class RankFailed(RingError):
         return type(self), (self.args[0], self.rank, self.host, self.traceback)
 
 
+class MembersLost(PeerFailed):
+    """Members died before they arrived at an operation that the others are in: it has not happened.
+
+    If the job goes on without them, it is raised once the survivors have agreed on that, and whoever has the inputs of
+    the operation repeats it. Nobody else can, so otherwise it ends the job, as the failure of any peer does.
+    """
+
+
 class PeerLeft(PeerFailed):
     """Another rank ended normally while this one still waits for it."""
 

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ring_plugins.core.base.errors import (
     ArgumentError,
     DeadlockError,
+    MembersLost,
     MismatchError,
     PeerFailed,
     RingError,
@@ -62,7 +63,6 @@ from ring_plugins.core.collectives.fingerprint import (
     for_purpose,
     purpose,
 )
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import PeerRejected, Wait
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps

@@ -191,7 +191,7 @@ class HostGroups:
 
         Args:
             ranks: of the job.
-            view: their number; see core/control/membership.py and consensus.py.
+            view: their number; see core/control/mesh.py and consensus.py.
         """
         assert self.node is not None
         for network in self._networks:

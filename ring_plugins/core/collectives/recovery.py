@@ -1,7 +1,7 @@
 """How communicators go on when members die: `on_failure="continue"`.
 
 **When.** On one host, a member that died leaves the others stuck at the first barrier that it did not reach, in the
-same operation (core/control/membership.py says why). They agree on who is left, and every communicator of the job drops
+same operation (core/control/mesh.py says why). They agree on who is left, and every communicator of the job drops
 the dead one (host_groups.py).
 
 **On several hosts** one barrier does not do: the survivors of one host may have what those of another still wait for.
@@ -40,11 +40,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError, fresh
+from ring_plugins.core.base.errors import ArgumentError, MembersLost, PeerFailed, RingError, fresh
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,7 +1,6 @@
-"""How the ranks of several hosts agree on who is left when one is lost: Paxos, whose quorum shrinks with proven deaths.
+"""How ranks agree on who is left when one is lost: Paxos, whose quorum shrinks with proven deaths.
 
-**Problem.** Inside a host the kernel says who is dead, and shared memory keeps what the dead have decided, so the
-lowest living rank decides for all (membership.py). Between hosts there is neither. A rank may hear nothing more of
+**Problem.** Inside a host the kernel says who is dead. Between hosts it does not. A rank may hear nothing more of
 another one because that has died, because its host has lost power, or because the network between them is cut while
 both live. If both sides of a cut went on, there would be two jobs, which overwrite each other's checkpoints. And
 survivors may stand one operation apart: some have its confirmation already, which others will never get.

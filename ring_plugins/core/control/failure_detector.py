@@ -25,7 +25,7 @@ two fail at the same moment.
 Considered and rejected: heartbeats, and detectors that learn their intervals (phi accrual), declare a rank dead that
 holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a slow
 rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
-is needed to go on without them (membership.py); to end, or to restart all ranks, the first failure is enough.
+is needed to go on without them (mesh.py); to end, or to restart all ranks, the first failure is enough.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.base.places import place_of
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import MOST_MEMBERS, SILENT_ENDS, LocalPeers
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
@@ -102,8 +101,8 @@ class FailureDetector:
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
-        mesh: direct connections to all ranks, if the job is on several hosts and goes on when ranks are lost. They take
-            the channel's place for all that ends or breaks something, since rank 0 may be lost.
+        mesh: direct connections to all ranks, if the job goes on when ranks are lost. They take the channel's place for
+            all that ends or breaks something, since rank 0 may be lost.
     """
 
     def __init__(self, rank: int, membership: Sequence[Peer], local_peers: LocalPeers | None, channel: Channel) -> None:
@@ -140,14 +139,7 @@ class FailureDetector:
         mesh.on("rejected", lambda sender, body: self._note_rejected(body), only_from_members=True)
         self.mesh = mesh
         if self._local_peers is not None:
-            self._local_peers.min_ranks = 1  # the agreement counts the ranks of all hosts
-
-    @property
-    def _peers_that_go_on(self) -> LocalPeers | None:
-        """All ranks, if they share memory and go on without those that are lost, among them perhaps rank 0."""
-        if self.mesh is not None:
-            return None
-        return self._local_peers if self._local_peers is not None and self._local_peers.min_ranks else None
+            self._local_peers.may_be_lost = True
 
     def _tell(self, kind: str, body: dict[str, Any]) -> None:
         """Tell all ranks: directly, or over rank 0, which passes it on."""
@@ -172,16 +164,9 @@ class FailureDetector:
         local = self._local_peers is not None and self._local_peers.has_lost_a_process()
         return local or self._has_lost_a_process
 
-    def lost(self) -> frozenset[int]:
-        """Ranks that are gone without a word, if the job is on one host and goes on without them."""
-        return self._local_peers.lost() if self._local_peers is not None and self.mesh is None else frozenset()
-
-    def members_lost(self, ranks: Sequence[int]) -> MembersLost:
-        """The error of an operation that has to be given up since it waits for ranks that are lost."""
-        if self.mesh is not None:
-            return self.mesh.members_lost()
-        assert self._local_peers is not None
-        return MembersLost(str(self._local_peers.death(ranks)), ranks[0])
+    def dead(self) -> frozenset[int]:
+        """Members that are dead, if the job goes on without them."""
+        return self.mesh.dead() if self.mesh is not None else frozenset()
 
     def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
         """Raise if the operation that this rank waits in cannot complete any more.
@@ -309,9 +294,7 @@ class FailureDetector:
         self._knowing[key] = knowing = {self.rank}
         self._tell("broken", {"key": key, "rank": self.rank, "text": text})
         if self.mesh is not None:
-            return  # nobody finishes an operation without this rank's confirmation
-        if self._peers_that_go_on is not None:
-            return  # rank 0, which passes it on, may be lost; members on this host see it in shared memory
+            return  # nobody finishes an operation without this rank's confirmation, or sees it in shared memory
         end = time.monotonic() + _NOTICE
         while not knowing.issuperset(members) and self.failure() is None and time.monotonic() < end:
             time.sleep(0.001)
@@ -342,15 +325,11 @@ class FailureDetector:
             number, before: which operation it is: operations finished, and calls rejected since.
             text: says what was rejected and why.
         """
-        if os.getpid() == self._pid and self._peers_that_go_on is not None:
-            self._peers_that_go_on.own.reject((key, number, before), text)
-        elif os.getpid() == self._pid:
+        if os.getpid() == self._pid:
             self._tell("rejected", {"operation": [key, number, before], "rank": self.rank, "text": text})
 
     def rejection(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
         """Why one of `missing` rejected an operation, "" if none did."""
-        if key >= 0 and (peers := self._peers_that_go_on) is not None:
-            return next(filter(None, (peers.rejection(rank, (key, number, before)) for rank in missing)), "")
         rejections = self._rejections.get((key, number, before)) if key >= 0 else None
         return next((rejections[rank] for rank in missing if rank in rejections), "") if rejections else ""
 
@@ -396,8 +375,6 @@ class FailureDetector:
         if how.code in _NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
-        if self._peers_that_go_on is not None and not how.is_invalid:
-            return  # the job may go on without it, see membership.py
         if how.is_invalid:
             self._report_lost(
                 rank,

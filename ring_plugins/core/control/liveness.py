@@ -9,9 +9,7 @@ it as long as it lives. The kernel drops the lock when the process ends, however
 lock knows that the owner is gone, and that nothing it wrote to shared memory is still to come. Record locks belong to
 the process, not to the open file, so forked children do not inherit them. In the segment the owner writes how it ends:
 it left, or it failed, and which rank failed first and why. Peers can read it as long as they map it, also when the
-owner is gone; agreement on a loss relies on that (membership.py). In a job that goes on after losses it also has what
-would otherwise pass through rank 0, which may be lost: the operations that the owner rejected, and the address of the
-control channel if the owner takes over from rank 0.
+owner is gone. A process that waits to join a job also says there how members reach it.
 
 Considered and rejected: robust mutexes (set_robust_list(2)) give the same information, but depend on the layout of
 libpthread's structures. A pidfd (pidfd_open(2)) does so too, but needs Linux 5.3, and the segment is needed anyway for
@@ -23,29 +21,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from ring_plugins.core.base.errors import PeerFailed, RingError, SharedMemoryError
+from ring_plugins.core.base.errors import PeerFailed, SharedMemoryError
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
-_STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _VIEW, _ADDRESS_LENGTH, _ADMITS = range(7)
-#: Between them one byte for each rank: whether it is a member of the view that the owner has decided on.
-_MEMBERS, _CAUSE, _ADDRESS, _REJECTIONS = 128, 1024, 8192, 9216
-#: Rejections that peers can still read, and bytes of each: its number from 1, the operation (three words), the length
-#: of the text, and the text.
-_SLOTS, _SLOT = 16, 1024
-#: Two slots, for rounds of even and odd number, in which the owner tells peers something: the round, the length, and
-#: the data. Memory that is never written takes no room.
-_ROUNDS, _ROUND = _REJECTIONS + _SLOTS * _SLOT, 128 * 1024
-_NBYTES = _ROUNDS + 2 * _ROUND
-#: Ranks of a job that can decide on a view.
-MOST_MEMBERS = _CAUSE - _MEMBERS
+_STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _ADDRESS_LENGTH, _ADMITS = range(6)
+_CAUSE, _ADDRESS, _NBYTES = 128, 7296, 8192
+#: Processes that a job may have on one host, the lost ones included.
+MOST_MEMBERS = 896
 #: How a process can end that says nothing, where nobody who knows its exit status can be asked.
 SILENT_ENDS = "it was killed by a signal (out of memory? `kill -9`?), crashed in native code, or called os._exit"
 
@@ -64,9 +53,6 @@ class Liveness:
         self._is_gone = False
         self._segment = segment
         self._words = memoryview(segment.array[:_CAUSE]).cast("B").cast("q")
-        self._slots = segment.array[_REJECTIONS:_ROUNDS].reshape(_SLOTS, _SLOT)
-        self._rounds = segment.array[_ROUNDS:_NBYTES].reshape(2, _ROUND)
-        self._rejected, self._lock = 0, threading.Lock()
 
     @classmethod
     def create(cls, rank: int) -> Liveness:
@@ -117,86 +103,6 @@ class Liveness:
         """Whether this peer's process is gone without having said why."""
         # It may write how it ends between the first look and the second.
         return self.state == RUNNING and self.has_died() and self.state == RUNNING
-
-    def decide(self, view: int, members: Sequence[int]) -> None:
-        """Publish the members of a view of the job."""
-        flags = self._segment.array[_MEMBERS:_CAUSE]
-        flags[:] = 0
-        flags[list(members)] = 1
-        publish()
-        self._words[_VIEW] = view
-
-    def decision(self, view: int) -> tuple[int, ...] | None:
-        """The members of a view, if this process has decided on that one last."""
-        if self._words[_VIEW] != view:
-            return None
-        publish()
-        return tuple(np.flatnonzero(self._segment.array[_MEMBERS:_CAUSE]).tolist())
-
-    def reject(self, operation: tuple[int, int, int], text: str) -> None:
-        """Tell peers that this process takes no part in an operation.
-
-        Args:
-            operation: three numbers that mean the same operation on all ranks.
-            text: why; cut off if it is longer than about a thousand characters.
-        """
-        data = np.frombuffer(text.encode()[: _SLOT - 5 * 8], dtype=np.uint8)
-        with self._lock:
-            slot = self._slots[self._rejected % _SLOTS]
-            self._rejected += 1
-            words = slot[: 5 * 8].view(np.int64)
-            words[0] = 0
-            publish()
-            words[1:5] = *operation, data.size
-            slot[5 * 8 : 5 * 8 + data.size] = data
-            publish()
-            words[0] = self._rejected
-
-    def rejection(self, operation: tuple[int, int, int]) -> str:
-        """Why this peer rejected an operation, "" if it did not."""
-        for slot in self._slots:
-            words = slot[: 5 * 8].view(np.int64)
-            number = int(words[0])
-            publish()
-            if number and tuple(words[1:4].tolist()) == operation:
-                text = bytes(slot[5 * 8 : 5 * 8 + int(words[4])]).decode(errors="replace")
-                publish()
-                if words[0] == number:
-                    return text
-        return ""
-
-    def tell(self, number: int, data: bytes) -> None:
-        """Tell peers something in a round; peers still see the round before.
-
-        Raises:
-            RingError: the data are too long.
-        """
-        if len(data) > _ROUND - 16:
-            raise RingError(f"rank {self.rank} has {len(data)} bytes to tell, more than {_ROUND - 16}.")
-        slot = self._rounds[number % 2]
-        words = slot[:16].view(np.int64)
-        words[0] = 0
-        publish()
-        words[1] = len(data)
-        slot[16 : 16 + len(data)] = np.frombuffer(data, np.uint8)
-        publish()
-        words[0] = number
-
-    def told(self, number: int) -> bytes | None:
-        """What this peer told in a round, None if it has not come to that one."""
-        slot = self._rounds[number % 2]
-        words = slot[:16].view(np.int64)
-        if words[0] != number:
-            return None
-        publish()
-        data = bytes(slot[16 : 16 + int(words[1])])
-        publish()
-        return data if words[0] == number else None
-
-    @property
-    def last_round(self) -> int:
-        """The number of the last round in which this process told something."""
-        return max(int(slot[:16].view(np.int64)[0]) for slot in self._rounds)
 
     @contextlib.contextmanager
     def ready_to_admit(self) -> Iterator[None]:
@@ -259,65 +165,36 @@ class LocalPeers:
     Args:
         own, others: their liveness.
         host: its name, for messages; "" if the job has only this host.
-        min_ranks: with how many of these ranks the job goes on when others are lost; 0 if every loss is a failure.
 
     Attributes:
         own: of this process.
         others: of the other ranks, by rank.
-        min_ranks: as given.
+        may_be_lost: whether the job goes on without one that dies.
     """
 
-    def __init__(self, own: Liveness, others: Sequence[Liveness], host: str = "", min_ranks: int = 0) -> None:
-        self.own, self.min_ranks = own, min_ranks
+    def __init__(self, own: Liveness, others: Sequence[Liveness], host: str = "") -> None:
+        self.own, self.may_be_lost = own, False
         self.others = {peer.rank: peer for peer in others}
         self._where = f" on {host}" if host else ""
 
     def failure(self) -> PeerFailed | None:
-        """The failure of a local peer, if one has failed, or so many are lost that the job cannot go on."""
-        lost: list[int] = []
-        others = self.others  # replaced by `forget`, in another thread
-        for rank, other in others.items():
-            if other.state == RUNNING and other.has_died() and other.state == RUNNING:  # it may write in between
-                lost.append(rank)
-                if not self.min_ranks:
-                    return self._death(lost, others)
+        """The failure of a local peer, if one has failed, or has died in a job that does not go on without it."""
+        for rank, other in self.others.items():  # replaced by `forget`, in another thread
+            if not self.may_be_lost and other.is_lost():
+                where = f"(process {other.pid}{self._where})"
+                return PeerFailed(f"rank {rank} {where} died without reporting an error; {SILENT_ENDS}.", rank)
             if other.state == FAILED:
                 root, text = other.root_cause
                 return PeerFailed(text, root)
-        return self._death(lost, others) if lost and self._are_too_few(lost, others) else None
+        return None
 
     def lost(self) -> frozenset[int]:
-        """Ranks that are gone without a word; none if every loss is a failure."""
-        if not self.min_ranks:
-            return frozenset()
+        """Ranks that are gone without a word."""
         return frozenset(rank for rank, other in self.others.items() if other.is_lost())
-
-    def death(self, lost: Sequence[int]) -> PeerFailed:
-        """The failure of ranks that are lost; its text names the first."""
-        return self._death(lost, self.others)
-
-    def are_too_few(self, lost: Sequence[int]) -> bool:
-        """Whether the job cannot go on without these ranks."""
-        return self._are_too_few(lost, self.others)
-
-    def _are_too_few(self, lost: Sequence[int], others: Mapping[int, Liveness]) -> bool:
-        return 1 + len(others) - len(lost) < self.min_ranks
-
-    def _death(self, lost: Sequence[int], others: Mapping[int, Liveness]) -> PeerFailed:
-        rank = lost[0]
-        text = f"rank {rank} (process {others[rank].pid}{self._where}) died without reporting an error; {SILENT_ENDS}."
-        if self.min_ranks and self._are_too_few(lost, others):
-            left = 1 + len(others) - len(lost)
-            text += f" Training cannot go on with {left} rank{'s' * (left != 1)}: min_ranks={self.min_ranks}."
-        return PeerFailed(text, rank)
 
     def add(self, joiners: Sequence[Liveness]) -> None:
         """Look at processes that have joined, too."""
         self.others = {**self.others, **{peer.rank: peer for peer in joiners}}
-
-    def are_gone(self, ranks: Collection[int]) -> bool:
-        """Whether these ranks have all left, failed or died."""
-        return all(self.others[rank].state != RUNNING or self.others[rank].has_died() for rank in ranks)
 
     def forget(self, lost: Collection[int]) -> None:
         """Look no more at ranks without which the job goes on."""
@@ -336,11 +213,6 @@ class LocalPeers:
         """The exit status with which a local peer left; 0 for ranks of other hosts."""
         other = self.others.get(rank)
         return other.exit_status if other is not None else 0
-
-    def rejection(self, rank: int, operation: tuple[int, int, int]) -> str:
-        """Why a local peer rejected an operation, "" if it did not."""
-        other = self.others.get(rank)
-        return other.rejection(operation) if other is not None else ""
 
     def has_ended(self, rank: int) -> bool:
         """Whether a local peer left normally and its process is gone too."""

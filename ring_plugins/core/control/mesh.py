@@ -1,10 +1,23 @@
-"""Direct connections among all ranks of a job on several hosts that goes on when ranks are lost, and what they show.
+"""The members of a job that goes on when ranks are lost: connections among all, what these show, and agreements.
 
-**Problem.** What ranks tell each other over the control channel passes through rank 0, which may be the one that is
+**Where does everyone stand?** Nobody knows beforehand when a rank dies. On one host, all operations are sequences of
+barriers (collectives/shm_barrier.py). A rank that died has arrived at some barriers and never arrives at the next. Its
+memory outlives it, so whatever it announced counts: the survivors pass every barrier that it reached, and all of them
+are stuck at the first that it did not reach. None of them has seen the operation end, and none has begun another. So an
+operation has happened for all survivors, or for none. That holds if no survivor gives up too early. One that saw the
+death first and then complained about any slow rank would leave the others one barrier behind. The rule (`Wait._check`):
+look who is dead, *then* who is missing, and give up only if all the missing are dead. At that moment every living rank
+stands at the same barrier, and nobody writes to memory. Between hosts one barrier does not do, so operations end with a
+confirmation there (collectives/recovery.py), and whoever learns of a loss gives up wherever it stands.
+
+**Who is left?** Another rank may die just then, so that survivors differ in whom they saw die. They agree
+(consensus.py), in the same way on one host and on several; on one host nobody is ever silent, so whoever lives decides.
+
+**Connections.** What ranks tell each other over the control channel passes through rank 0, which may be the one that is
 lost. And a connection that ends does not say why: the process may have died, the network may be cut, or the other side
 may have given the connection up.
 
-**Idea.** Each rank has a connection to each other one, from the start, on the port where it listens for data. A thread
+So each rank has a connection to each other one, from the start, on the port or socket where it listens. A thread
 reads them. So whoever is lost, all others notice by themselves, and nobody has to be found first: the agreement on who
 is left (consensus.py), failures and rejections (failure_detector.py), and the address of a new control channel travel
 from rank to rank.
@@ -16,7 +29,8 @@ probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. S
 whose ranks share memory: they stay in the job or are left out together. A rank that is once silent stays so, even if
 the network comes back: by then the other side may have decided, too.
 
-Considered and rejected: connections between hosts only by one rank of each, for it may be the one that dies, and their
+Considered and rejected: on one host, decisions in shared memory, a second algorithm for what messages do in two
+milliseconds; connections between hosts only by one rank of each, for it may be the one that dies, and their
 number matters little: 64 ranks have 63 each. UDP with heartbeats (SWIM, Das et al. 2002) scales further, but takes a
 rank that computes without releasing the GIL for a dead one.
 """
@@ -29,16 +43,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import PeerFailed, name_ranks
+from ring_plugins.core.base.errors import MembersLost, PeerFailed, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.consensus import Consensus, Decision, Message
 from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
-from ring_plugins.core.control.membership import MembersLost, Waiting
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, close_when_read, from_json, to_json
 from ring_plugins.core.net.listener import Listener
@@ -54,6 +67,12 @@ _LINGER = 1.0
 MOST_RANKS = 256
 
 Handler = Callable[[int, dict[str, Any]], None]
+
+
+class Waiting(Protocol):
+    """The part of `Wait` that an agreement needs."""
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: Callable[[], str]) -> None: ...
 
 
 class MeshPeer(NamedTuple):
@@ -85,8 +104,11 @@ class Mesh:
         local_peers: the ranks of this host, where they share memory.
         min_ranks: with how many ranks the job goes on.
         view, committed: from which to count on, in a process that joins.
+        confirms: whether operations end with a confirmation, since some ranks share no memory.
+        on_left_out: called when this rank finds that the others go on without it.
 
     Attributes:
+        confirms: as given.
         peers: as given, and those that have joined.
         committed: how many operations are confirmed; the communicators count it.
         pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
@@ -96,7 +118,6 @@ class Mesh:
         joined: those of them that were none in the view before.
         is_excluded: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
-        on_excluded: called when this rank finds that.
     """
 
     def __init__(
@@ -108,7 +129,10 @@ class Mesh:
         min_ranks: int,
         view: int = 0,
         committed: int = 0,
+        confirms: bool = True,
+        on_left_out: Callable[[], object] = lambda: None,
     ) -> None:
+        self.confirms = confirms
         self.rank, self.peers, self._listener = rank, dict(peers), listener
         self._local_peers, self._min_ranks = local_peers, min_ranks
         self.committed, self.view, self._agreed = committed, view, view
@@ -117,7 +141,7 @@ class Mesh:
         self.joined: tuple[int, ...] = ()
         self.is_excluded = False
         self.announced: dict[int, dict[str, Any]] = {}
-        self.on_excluded: Callable[[], object] = lambda: None
+        self._on_left_out = on_left_out
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
         self._consensus = Consensus(rank, sorted(peers), self._send_message, self._hang_up, view)
@@ -212,18 +236,36 @@ class Mesh:
         self.announced[self.rank] = address
         self.tell_all("server", address)
 
-    def interrupts(self) -> bool:
-        """Whether this rank must give up the operation under way, to agree on who is left."""
-        if not self._is_agreeing and not self._is_admitting:
-            with self._lock:
-                self._look_at_locks()
-        return self.must_agree()
+    def dead(self) -> frozenset[int]:
+        """Members that are dead, as far as this rank knows; none while it agrees or lets a process join."""
+        if self._is_agreeing or self._is_admitting:
+            return frozenset()
+        with self._lock:
+            self._look_at_locks()
+            return frozenset(self._consensus.dead.intersection(self._consensus.members))
+
+    def interrupts(self, dead: Collection[int] = (), absent: Collection[int] = ()) -> bool:
+        """Whether this rank must give up the operation under way, to agree on who is left.
+
+        Args:
+            dead: what `dead` returned before this rank looked who is
+            absent: from the operation.
+        """
+        if self.confirms:
+            return self.must_agree()
+        has_stopped = bool(absent) and set(dead).issuperset(absent)
+        return not self._is_agreeing and not self._is_admitting and (has_stopped or self._is_left_out())
 
     def must_agree(self) -> bool:
-        """As `interrupts`, as far as this rank knows already; so cheap that it can be asked before each operation."""
+        """As `interrupts`, where some ranks share no memory; so cheap that it can be asked before each operation."""
         if self._is_agreeing or self._is_admitting:
             return False
         return self._consensus.must_agree() or self._consensus.view > self._agreed  # decided without this rank
+
+    def _is_left_out(self) -> bool:
+        """Whether others of the same host have hung up on this rank, whose lock was lost."""
+        consensus = self._consensus
+        return consensus.view > self._agreed or not consensus.silent.isdisjoint(consensus.members)
 
     def members_lost(self) -> MembersLost:
         """The error of an operation that this rank gives up."""
@@ -277,10 +319,11 @@ class Mesh:
             )
         finally:
             self._is_agreeing = False
-        decision = consensus.decisions.get(view)
+        with self._lock:  # the thread that has adopted it may still pass it on
+            decision = consensus.decisions.get(view)
         if decision is None or self.rank not in (*decision.members, *decision.leaving):
             self.is_excluded = True
-            self.on_excluded()
+            self._on_left_out()
             raise self._exclusion(decision)
         lost = [rank for rank in self.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]
@@ -405,17 +448,19 @@ class Mesh:
 
     def _awaited(self) -> list[int]:
         with self._lock:
+            self._look_at_locks()
             return self._consensus.awaited()
 
     def _how_lost(self, rank: int) -> str:
         host, pid = self.peers[rank][:2]
         here = self.peers[self.rank].host
+        where = f" on {host}" if len({peer.domain for peer in self.peers.values()}) > 1 else ""
         if self.was_silent(rank):
             return (
                 f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
                 f"between {here} and {host} is lost, or {host} is down."
             )
-        return f"rank {rank} (process {pid} on {host}) died without reporting an error; {SILENT_ENDS}."
+        return f"rank {rank} (process {pid}{where}) died without reporting an error; {SILENT_ENDS}."
 
     def _exclusion(self, decision: Decision | None) -> PeerFailed:
         with self._lock:

@@ -1,8 +1,7 @@
-"""How a process joins a job on several hosts: in rounds over direct connections, and by a decision of the members.
+"""How a process joins a job: in rounds over direct connections, and by a decision of the members.
 
-On one host the rounds of an admission (admission.py) are barriers in memory that outlives its writers, so all pass the
-last one, or none does. Between hosts a process may die when it has told some and not others. So here the rounds only
-prepare, and nothing of it counts before the members have agreed (consensus.py):
+A process may die when it has told some and not others. So the rounds only prepare, and nothing of it counts before the
+members have agreed (consensus.py):
 
 1. Each member connects to the joiner, which listens since before it says that it waits, and *calls* it: tells it
    everything that it has to know of the job. The connection authenticates itself, as all do.
@@ -21,9 +20,13 @@ network comes back before the joiner has joined, or has learned of it. It says s
 successor joins under another number.
 
 A joiner that stops would keep all members waiting at each step. After some seconds they give up, and those of its
-host kill it. One that stops behind the decision has joined, and they kill it, too (`admission.begin_together`).
+host kill it. One that stops behind the decision has joined, and they kill it, too (`begin_together`).
 
 One process joins at a time: two that wait follow each other at once, and need not know of each other before.
+
+Considered and rejected: on one host, rounds in memory that outlives its writers, of which all pass the last one or none
+does, without an agreement; mending the groups that exist, where a joiner would have to learn at which barrier they
+are, and members would use memory in which it may have died.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.consensus import Decision, check, is_number
+from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import MESH_TAG, Mesh, mesh_frames
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
@@ -56,6 +59,14 @@ _LATE = "the process that was to join did not answer."
 #: What a member tells for which the joiner is lost already.
 _LOST = "the process that was to join is lost, as its host could not be reached."
 _WHAT = "the admission of a new rank"
+
+
+#: Seconds between two looks at one that has joined.
+_LOOK = 0.0005
+
+
+class NotAdmitted(Exception):
+    """Nobody joins now: a process has died meanwhile, or reported a problem, which is the text."""
 
 
 class MeshAdmission:
@@ -307,3 +318,26 @@ class Candidate:
         except Exception as error:  # what one member sends must not end this process
             raise Disconnected("it sent an invalid message", is_invalid=True) from error
         self.backlog.append((rank, data))
+
+
+def begin_together(joined: Sequence[Liveness], members: Callable[[], Collection[int]]) -> None:
+    """Wait until processes of this host that have joined go on as members, and kill those that do not.
+
+    All have agreed already, so this waits for nobody else, and one that is killed is lost like any other member.
+
+    Args:
+        joined: these processes.
+        members: returns the world ranks of those that say that they go on.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while late := [peer for peer in joined if peer.rank not in members() and not peer.has_died()]:
+        if time.monotonic() > deadline:
+            for peer in late:
+                with contextlib.suppress(OSError):
+                    os.kill(peer.pid, signal.SIGKILL)
+                logger.warning(
+                    f"process {peer.pid}, which has joined as rank {peer.rank}, did not go on for {_PATIENCE:g} s "
+                    "(stopped?). It was killed."
+                )
+            return
+        time.sleep(_LOOK)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
+    MembersLost,
     MismatchError,
     PeerFailed,
     PeerLeft,
@@ -37,7 +38,6 @@ from ring_plugins.core.base.errors import (
     fresh,
     name_ranks,
 )
-from ring_plugins.core.control.membership import MembersLost
 
 if TYPE_CHECKING:
     from ring_plugins.core.control.failure_detector import FailureDetector
@@ -247,14 +247,14 @@ class Wait:
     ) -> None:
         self._check_failure(ready)
         detector = self._failure_detector
-        dead = detector.lost() if detector is not None else frozenset()  # before looking who has arrived, or not
+        dead = detector.dead() if detector is not None else frozenset()  # before looking who has arrived, or not
         absent = missing()
         if detector is not None:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
                 self._check_members(detector, lost, what)
-                if (absent and dead.issuperset(absent)) or (detector.mesh is not None and detector.mesh.interrupts()):
-                    raise detector.members_lost(absent)
+                if detector.mesh is not None and detector.mesh.interrupts(dead, absent):
+                    raise detector.mesh.members_lost()
             except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
                     return
@@ -329,10 +329,8 @@ class Wait:
             if detector is not None:
                 self._check_members(detector, [rank], what)
                 self._check_rejections(detector, [rank], what)
-                if mesh is not None and mesh.interrupts():
+                if mesh is not None and mesh.interrupts(mesh.dead(), [rank]):
                     raise mesh.members_lost()
-                if mesh is None and rank in detector.lost():
-                    raise PeerFailed(str(detector.members_lost([rank])), rank)
             time.sleep(0.01)
 
 

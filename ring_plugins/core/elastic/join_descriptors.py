@@ -1,8 +1,4 @@
-"""What members and joiners tell each other before a joiner joins, and how that is checked and put to use.
-
-On one host (joining.py) and between hosts (joining_between_hosts.py) this is the same. Only the rounds in which they
-exchange it differ.
-"""
+"""What members and joiners tell each other before a joiner joins, and how that is checked and put to use."""
 
 from __future__ import annotations
 
@@ -12,35 +8,22 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.collectives.host import HostCommunicator
-from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.control.mesh_admission import NotAdmitted
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner, Slots
 
 
 class Invitation(NamedTuple):
-    """What members call out to those that wait.
+    """Who takes part in an attempt.
 
     Attributes:
-        start: number of the round before the first of this attempt.
         everyone: members and joiners, in the order of their slots.
         joiners: world ranks of those that join.
     """
 
-    start: int
     everyone: list[SlotOwner]
     joiners: list[int]
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Invitation | None:
-        """The invitation in what a member told in the first round; None if there is none."""
-        try:
-            everyone = [
-                SlotOwner(_number(slot), _number(rank), _address(address)) for slot, rank, address in found["everyone"]
-            ]
-            return cls(_number(found["start"]), everyone, [_number(rank) for rank in found["joiners"]])
-        except _UNREADABLE:
-            return None
 
     @property
     def ranks(self) -> list[int]:

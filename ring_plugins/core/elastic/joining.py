@@ -1,61 +1,103 @@
 """Processes that take the places of lost ones join a job: `on_failure="replace"`.
 
-1. **It starts.** `ring run` starts such a process like any rank. It runs the script from its first line, while the
-   others train. Until it joins, it is a job of its own that looks like one of all slots: `rank()` is its slot, and
-   collectives that could only return what it has itself are rejected. Since all run the same script, whatever it makes
-   has its counterpart among the members.
+1. **It starts.** `ring run`, or the supervisor of a host, starts such a process like any rank. It runs the script from
+   its first line, while the others train. Until it joins, it is a job of its own that looks like one of all slots:
+   `rank()` is its slot, and collectives that could only return what it has itself are rejected. Since all run the same
+   script, whatever it makes has its counterpart among the members. It reads the host's join info
+   (rendezvous/slots.py), with the job's secret and network, and listens.
 2. **It waits** at the place from which it can go on with the others' state (torch/training_state.py). It says so in the
-   row of its slot (rendezvous/slots.py). A member that sees this tells all others in the next pass.
-3. **It joins.** At the end of a step, all members call the processes that wait, the *joiners*. All of them together
-   exchange what they need (`take_part`, control/admission.py). A joiner's world rank is beyond those of the start;
-   its slot is the lost rank's. So once all slots are taken, everyone has the rank with which the job began.
+   row of its slot, and where it listens in its liveness segment. The members of its host see that, and tell all others
+   in the next pass.
+3. **It joins.** At the end of a step, every member connects to the *joiner*. Over these connections all exchange what
+   they have made for each other, and agree on a view of the job that has it (control/mesh_admission.py). It shards
+   memory with the members of its host only. These take fresh memory into use, and members of several hosts make new
+   connections for data, as after a loss. A joiner's world rank is beyond those of the start; its slot is the lost
+   rank's. So once all slots are taken, everyone has the rank with which the job began.
 
 A job grows in the same way: an added rank takes a slot that nobody has had. As no shard of the data belongs to that
 slot yet, it joins only where the script divides data anew, at the beginning of an epoch. Until then, the size that it
 sees is the number of slots in use.
 
+On a host that has no member, nobody sees a process that waits. Its supervisor tells the coordinator in `ring run`,
+which tells the supervisors of all hosts, and these tell their members: such a process is a *remote joiner*. From
+point 3 on, all is the same.
+
 Considered and rejected: to let `init` wait for the others, which would then wait for the joiner while it loads its
-data; and to stop the others' scripts and start them again at a common point, as torchrun and Horovod do.
+data; to stop the others' scripts and start them again at a common point, as torchrun and Horovod do; and that the
+joiner connects to a member and asks. All members that it knows of may be lost by then, and it would have to find
+others.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import MismatchError, SharedMemoryError, name_ranks
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError, name_ranks, quoted
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.host_groups import Member
-from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.shm_group import create_segment
-from ring_plugins.core.control.admission import Admission, NotAdmitted, begin_together, told_by
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
-from ring_plugins.core.elastic import joining_between_hosts
-from ring_plugins.core.elastic.changes import MembershipChange
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh_admission import (
+    CALL,
+    OFFERS,
+    READY,
+    Candidate,
+    MeshAdmission,
+    NotAdmitted,
+    begin_together,
+)
+from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.join_descriptors import (
     DifferentScript,
     Invitation,
     Renewal,
     descriptor_of,
+    joiners_here,
     map_descriptors,
 )
 from ring_plugins.core.elastic.wording import who_joined
-from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.slots import SlotOwner, Slots
-from ring_plugins.core.rendezvous.spawn import slots
+from ring_plugins.core.linux.shared_memory import Address
+from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
 from ring_plugins.core.world import World, current
 
-#: Seconds between two looks of a joiner at the members.
-_LOOK = 0.01
-#: Rounds of an attempt to let ranks join, and some more; and attempts in which somebody cannot map memory.
-_ROUNDS, _ATTEMPTS = 16, 5
+#: Seconds between two looks of a joiner at the members, and attempts in which it cannot map memory.
+_LOOK, _ATTEMPTS = 0.01, 5
+
+
+class _Process(NamedTuple):
+    """A member, or a process that is to become one; may travel as JSON.
+
+    Attributes:
+        rank, slot: its world rank, and its place in the order of ranks.
+        liveness: address of that segment, for its host.
+        node: key of its host, real or virtual.
+        host, pid, domain, address, port: as in `MeshPeer`.
+    """
+
+    rank: int
+    slot: int
+    liveness: Sequence[int]
+    node: str
+    host: str
+    pid: int
+    domain: str
+    address: str
+    port: int
+
+    @property
+    def mesh_peer(self) -> MeshPeer:
+        return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.slot)
 
 
 def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int, ...]:
@@ -70,41 +112,123 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its
         training, and calls `Elastic.tell_changes` then.
     """
-    world, places, began = current(), slots(), time.monotonic()
-    if world.elastic.mesh is not None:
-        return joining_between_hosts.admit(world, place, lost, added)
-    assert places is not None
-    peers, shards_before = world.local_peers, world.processes.shards
-    with peers.own.ready_to_admit():
-        start, waiting = repeated(
-            lambda: world.communicator.broadcast_object(
-                (peers.own.last_round + _ROUNDS, [one for one in places.waiting() if one.is_there()]),
-                operation="admit",
-            )
+    return _admit_all(current(), _JoinBarrier(place, lost, added, []))
+
+
+class _JoinBarrier(NamedTuple):
+    """Where in the script members let processes join, and who has joined there; may travel as JSON.
+
+    Attributes:
+        place, lost, added: as in `admit`.
+        joined: world ranks of those that have joined there.
+    """
+
+    place: str
+    lost: bool
+    added: bool
+    joined: list[int]
+
+
+def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
+    """Let one process after the other join.
+
+    Args:
+        world: of this process, which may have joined just before.
+        join_barrier: of all.
+    """
+    mesh, joined, elastic = _mesh(world), join_barrier.joined, world.elastic
+    while True:
+        began, shards = time.monotonic(), world.processes.shards
+        with world.local_peers.own.ready_to_admit():
+            by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
+        taken = world.processes.taken_slots
+        waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
+        # Data has no shards that nobody ever had, so slots beyond those are taken in order.
+        lost, added = range(shards * join_barrier.lost), range(shards, shards + join_barrier.added)
+        next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
+        elastic.pending = frozenset(one.slot for one in waiting if next_one is None or one.slot != next_one.slot)
+        if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
+            break
+        if mesh.pending is not None:  # they have found it here, since they have begun to let the process join
+            elastic.agree_on_members()
+            break
+        if not _admit_one(world, next_one, join_barrier):
+            break
+        joined.append(next_one.rank)
+        if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
+            slot_of, pids = {next_one.rank: next_one.slot}, world.processes.pids
+            logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards))
+    return tuple(joined)
+
+
+def _waiting_here(world: World) -> list[_Process]:
+    """Those of this host that wait, and those of hosts that have no ranks."""
+    slot, mine = _slot(world), _mesh(world).peers[world.world_rank]
+    here = [
+        _Process(
+            one.rank, told["slot"], address, world.processes.node_here(told["slot"]),
+            mine.host, one.pid, mine.domain, told["address"], told["port"],
         )
-    members = world.processes.owners(peers)
-    taken, ranks = {one.slot for one in members}, {one.world_rank for one in members}
-    waiting = [one for one in waiting if one.slot not in taken and one.world_rank not in ranks]
-    world.elastic.pending = frozenset(one.slot for one in waiting)
-    # Data has no shards that nobody ever had, so slots beyond those are taken in order.
-    last = next(slot for slot in itertools.count(shards_before) if slot not in world.elastic.pending or not added)
-    waiting = [one for one in waiting if (lost or one.slot >= shards_before) and one.slot < last]
-    world.elastic.pending -= {one.slot for one in waiting}
-    if not waiting:
-        return ()
-    invitation = Invitation(start, sorted([*members, *waiting]), [one.world_rank for one in waiting])
-    entry = {**world.introduction(), "place": place}
+        for one, address, told in joiners_here(slot)
+    ]  # fmt: skip
+    elsewhere = [
+        _Process(
+            one["rank"], one["slot"], tuple(one["liveness"]), one["domain"],
+            quoted(one["host"], 64), one["liveness"][0], one["domain"], one["address"], one["port"],
+        )
+        for one in slot.remote_joiners()
+    ]  # fmt: skip
+    return here + [one for one in elsewhere if one.domain != mine.domain]
+
+
+def _admit_one(world: World, joiner: _Process, join_barrier: _JoinBarrier) -> bool:
+    """Let a process join; returns whether it has."""
+    mesh, listener, slot = _mesh(world), _listener(world), _slot(world)
+    everyone = [_process_of(world, rank) for rank in world.world_ranks]
+    is_near = joiner.domain == mesh.peers[mesh.rank].domain
+    is_of_this_supervisor = joiner.rank in [one.world_rank for one in slot.waiting()]
+    wait = Wait("admission", world.failure_detector)
+    admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, mesh.view + 1, wait)
+    listener.add(joiner.rank, Peer(joiner.host, joiner.address, joiner.port))
+    told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier, "announced": mesh.announced}
+    agreement: _Agreement | None = None
     try:
-        joined = take_part(invitation, peers.own, peers.others, world.recovering_communicators(), entry)
+        with mesh.admitting(joiner.rank, joiner.mesh_peer):
+            admission.call(listener, told)
+            agreement = _prepare(world, everyone, joiner, join_barrier.place, admission.gather)
     except NotAdmitted:  # the joiner tells if it does not try again
-        return ()
-    joined.go_on(world)
-    new = [peers.others[rank] for rank in invitation.joiners]
-    begin_together(new, lambda: [one.world_rank for one in places.members()])
-    if world.world_rank == next(rank for rank in world.world_ranks if rank not in invitation.joiners):
-        slot_of, pids = {one.world_rank: one.slot for one in waiting}, world.processes.pids
-        logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards_before))
-    return tuple(invitation.joiners)
+        pass
+    world.elastic.agree_on_members(joining=[joiner.rank] if agreement is not None else ())
+    if joiner.rank not in mesh.joined:
+        admission.give_up(listener)
+        return False
+    assert agreement is not None
+    agreement.go_on(world)
+    if is_of_this_supervisor:
+        peer = world.local_peers.others[joiner.rank]
+        begin_together([peer], lambda: [one.world_rank for one in slot.members()])
+    return True
+
+
+def _mesh(world: World) -> Mesh:
+    assert world.elastic.mesh is not None
+    return world.elastic.mesh
+
+
+def _slot(world: World) -> OwnSlot:
+    assert world.own_slot is not None
+    return world.own_slot
+
+
+def _listener(world: World) -> Listener:
+    assert world.listener is not None
+    return world.listener
+
+
+def _process_of(world: World, rank: int) -> _Process:
+    peer, processes = _mesh(world).peers[rank], world.processes
+    where = rank, peer.slot, processes.entries[rank].liveness or (), processes.node_of_slot(peer.slot)
+    return _Process(*where, peer.host, peer.pid, peer.domain, peer.address, peer.port)
 
 
 def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
@@ -120,48 +244,207 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     Raises:
         SystemExit: no member is left.
         MismatchError: this process has come to another place than the members, or has made other communicators.
+        PeerFailed: the members take this process for lost.
         SharedMemoryError: memory could not be mapped in several attempts.
     """
-    world, places = current(), slots()
-    if world.own_slot is not None:
-        return joining_between_hosts.join(world, place, until)
-    assert places is not None
-    peers = world.local_peers
-    own = world.processes.owners(peers)[0]
+    world = current()
+    slot, listener, own = _slot(world), _listener(world), world.local_peers.own
+    candidate = Candidate(world.world_rank, listener)
+    where = {"slot": world.shard[0], "address": listener.address, "port": listener.port}
+    entry = world.processes.entries[world.world_rank]
+    own.announce(json.dumps({**where, "host": entry.host, "domain": entry.domain}))
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
-        places.take(own, as_member=False)
-        invitation = wait_for_invitation(own, peers.own.last_round, places, until)
-        if invitation is None:
-            logger.info(f"process {os.getpid()} ends: the job has ended before it could join.")
+        slot.wait_to_join(world.world_rank, own.address)
+        found = _wait_for_invitation(world, candidate, until)
+        if found is None:
+            logger.info(
+                f"process {os.getpid()} ends before it could join: all ranks of this host have ended, and only those "
+                "let it join."
+            )
             world.exit_from_job(0)
-        entry = {**world.introduction(), "place": place}
+        view, invitation = found
         try:
-            joined = take_part(invitation, peers.own, {}, world.recovering_communicators(), entry)
+            agreement = _join_at(world, candidate, view, invitation, place)
         except DifferentScript as reason:
+            candidate.withdraw(view)
             raise MismatchError(str(reason)) from None
         except NotAdmitted as reason:  # perhaps since a process has died, whose memory could not be mapped
+            candidate.withdraw(view)
+            if candidate.is_lost:
+                raise PeerFailed(
+                    f"the other ranks could not reach this process (process {os.getpid()} on {entry.host}), which "
+                    f"waits to join, for {config.NETWORK_TIMEOUT.get():g} s, and count it as lost. Another one may "
+                    "take its place.",
+                    world.world_rank,
+                ) from None
             problems += filter(None, [str(reason)])
             continue
-        joined.go_on(world)
-        places.take(own, as_member=True)
-        return tuple(invitation.joiners)
+        agreement.go_on(world)
+        slot.take_part(world.world_rank, own.address)
+        join_barrier = _JoinBarrier(*invitation["join_barrier"])
+        join_barrier.joined.append(world.world_rank)
+        return _admit_all(world, join_barrier)
     raise SharedMemoryError(f"this process cannot join the others: {problems[-1]}")
 
 
-def untold_changes() -> list[MembershipChange]:
-    """Changes that a member's script is yet to be told of; the state that it gives to joiners lacks them, too."""
-    return list(current().elastic.changes.untold)
+def _wait_for_invitation(world: World, candidate: Candidate, until: str) -> tuple[int, dict[str, Any]] | None:
+    """Wait until members call this process; returns None if none is left on this host."""
+    slot = _slot(world)
+    how = "is to become" if world.elastic.is_added else "takes the place of"
+    who = f"process {os.getpid()}, which {how} rank {world.shard[0]}, waits for"
+    known: dict[Address, Liveness] = {}
+    with ProgressLine() as line:
+        while True:
+            if (found := candidate.called()) is not None:
+                return found
+            members = _members_here(slot, known)
+            if not slot.others_let_join and not members:
+                return None
+            line.show(lambda found=members: f"{who} {_what_it_waits_for(found, until)}")  # type: ignore[misc]
+            time.sleep(_LOOK)
 
 
-def hear_of(changes: Sequence[MembershipChange]) -> None:
-    """In a joiner, have the script told of changes before it joined, as a member told them.
+def _members_here(slot: OwnSlot, known: dict[Address, Liveness]) -> list[Liveness]:
+    """The members that are left on this host; `known` are those that have been looked at before."""
+    found = []
+    for one in slot.members():
+        try:
+            if one.address not in known:
+                known[one.address] = Liveness.open(one.address, one.world_rank)
+        except SharedMemoryError:  # it has just ended
+            continue
+        if known[one.address].state == RUNNING and not known[one.address].has_died():
+            found.append(known[one.address])
+    return found
 
-    All are told at the same place, and equally often. So one that has joined behind another hears of that, too.
+
+def _what_it_waits_for(members: Sequence[Liveness], until: str) -> str:
+    """Which members of this host a process waits for that is to join, and what they have to do."""
+    ready = [member.rank for member in members if member.is_ready_to_admit]
+    others = [member.rank for member in members if member.rank not in ready]
+    if ready and not others:
+        return f"{name_ranks(ready)} to let it join"
+    have = f", as {name_ranks(ready)} {'has' if len(ready) == 1 else 'have'}" if ready else ""
+    return f"{name_ranks(others)} to {until}{have}"
+
+
+def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[str, Any], place: str) -> _Agreement:
+    """Join in the attempt that ends with this view.
+
+    Raises:
+        NotAdmitted: this process does not join.
     """
-    own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
-    before = list(itertools.takewhile(lambda change: own not in change.joined, changes))
-    known.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(before))
+    listener = _listener(world)
+    try:
+        everyone, joiner = [_Process(*one) for one in invitation["everyone"]], _Process(*invitation["joiner"])
+        announced = {int(rank): dict(address) for rank, address in invitation["announced"].items()}
+        _JoinBarrier(*invitation["join_barrier"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotAdmitted(f"a rank sent an invalid invitation: {str(invitation)[:200]!r}.") from None
+    members = [one.rank for one in everyone]
+
+    def gather(number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
+        told: dict[int, Any] = candidate.gather(view, number, members, payload)
+        return told
+
+    candidate.gather(view, CALL, members)  # all have connected
+    agreement = _prepare(world, everyone, joiner, place, gather)
+    decision = candidate.decision(view, members)
+    for one in everyone:
+        listener.add(one.rank, Peer(one.host, one.address, one.port))
+    peers = {one.rank: one.mesh_peer for one in (*everyone, joiner) if one.rank in decision.members}
+    mesh = world.elastic.mesh_of(peers, listener, view, decision.committed)
+    mesh.announced.update(announced)
+    agreement.mesh = mesh
+    connections = {rank: one for rank, one in candidate.connections.items() if rank in mesh.peers}
+    agreement.take_over = lambda: mesh.go_on_from(connections, candidate.backlog, decision)
+    return agreement
+
+
+class _Agreement:
+    """What all are ready to go on with.
+
+    Args:
+        invitation: who takes part.
+        processes: all of them.
+        told: what each told, by world rank.
+        peers: liveness of those others on this host that this process has mapped now.
+        mapped: with what each communicator goes on.
+
+    Attributes:
+        mesh: in a process that joins, its connections to the members.
+        take_over: begins to watch those.
+    """
+
+    mesh: Mesh | None = None
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        processes: Sequence[_Process],
+        told: Mapping[int, Mapping[str, Any]],
+        peers: Sequence[Liveness],
+        mapped: Mapping[HostCommunicator, Renewal],
+    ) -> None:
+        self._invitation, self._processes, self._told, self._peers, self._mapped = (
+            invitation,
+            processes,
+            told,
+            peers,
+            mapped,
+        )
+        self.take_over: Callable[[], None] = lambda: None
+
+    def go_on(self, world: World) -> None:
+        """Go on with everyone."""
+        nodes = {one.rank: one.node for one in self._processes}
+        everyone = self._invitation.everyone
+        world.extend(everyone, self._told, self._peers, self._renew, nodes, self.mesh)
+
+    def _renew(self, failure_detector: FailureDetector) -> None:
+        for communicator, (segments, parts, key, operations) in self._mapped.items():
+            members = [Member(one.rank, one.node, None, key) for one in self._processes]
+            communicator.renew(members, segments, parts, operations, failure_detector)
+        self.take_over()
+
+
+def _prepare(
+    world: World,
+    members: Sequence[_Process],
+    joiner: _Process,
+    place: str,
+    gather: Callable[[int, Mapping[str, Any]], dict[int, Any]],
+) -> _Agreement:
+    """Exchange with all members and the joiner what each has made for the others, and map it.
+
+    Raises:
+        NotAdmitted: the joiner does not join now.
+    """
+    processes = sorted([*members, joiner], key=lambda one: one.slot)
+    own = next(one for one in processes if one.rank == world.world_rank)
+    owners = [SlotOwner(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
+    invitation = Invitation(owners, [joiner.rank])
+    here = [one.rank for one in processes if one.node == own.node]
+    is_here = joiner.rank in here
+    communicators = world.recovering_communicators()
+    try:
+        segments = {key: create_segment() for key in communicators} if is_here else {}
+        near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]
+        new = near if world.is_joining else [one for one in near if one is joiner]
+        peers = [Liveness.open((one.liveness[0], one.liveness[1], one.liveness[2]), one.rank) for one in new]
+    except SharedMemoryError as error:
+        raise NotAdmitted(f"rank {own.rank} {error}") from None
+    descriptors = {key: descriptor_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
+    told = gather(OFFERS, {**world.introduction(), "place": place, "descriptors": descriptors})
+    try:
+        mapped = map_descriptors(told, invitation, communicators, segments, own.rank, here if is_here else [])
+    except SharedMemoryError as error:
+        raise NotAdmitted(f"rank {own.rank} {error}") from None
+    gather(READY, {})
+    for segment in segments.values():
+        segment.close_file()
+    return _Agreement(invitation, processes, told, peers, mapped)
 
 
 def checksum_of(integers: Mapping[str, int]) -> int:
@@ -179,135 +462,3 @@ def if_different(value: Any) -> dict[int, Any] | None:
     by_rank = communicator.all_gather_object(value, "comparison of what ranks have")
     is_same = all(one == by_rank[0] for one in by_rank)
     return None if is_same else dict(zip(communicator.ranks, by_rank, strict=True))
-
-
-class Joined:
-    """What all have agreed on.
-
-    Args:
-        invitation: who takes part.
-        told: what each told in the second round, by world rank.
-        peers: liveness of all others.
-        mapped: with what each communicator goes on.
-    """
-
-    def __init__(
-        self,
-        invitation: Invitation,
-        told: Mapping[int, Mapping[str, Any]],
-        peers: Sequence[Liveness],
-        mapped: Mapping[HostCommunicator, Renewal],
-    ) -> None:
-        self._invitation, self._told, self._peers, self._mapped = invitation, told, peers, mapped
-
-    def go_on(self, world: World) -> None:
-        """Go on with everyone."""
-        world.extend(self._invitation.everyone, self._told, self._peers, self._renew_communicators)
-
-    def _renew_communicators(self, failure_detector: FailureDetector) -> None:
-        for communicator, (segments, parts, key, operations) in self._mapped.items():
-            members = [Member(rank, "", None, key) for rank in self._invitation.ranks]
-            communicator.renew(members, segments, parts, operations, failure_detector)
-
-
-def wait_for_invitation(own: SlotOwner, last_round: int, slots: Slots, until: str = "let it join") -> Invitation | None:
-    """Wait until the members call this process; returns None if none of them is left.
-
-    Args:
-        own: this process, which has said that it waits.
-        last_round: of the attempts in which it took part.
-        slots: where to find the members.
-        until: what members have to do before they call, for the line that says what this process waits for.
-    """
-    known: dict[Address, Liveness] = {}
-    with ProgressLine() as line:
-        while True:
-            living = []
-            for owner in slots.members():
-                if owner.address not in known:
-                    try:
-                        known[owner.address] = Liveness.open(owner.address, owner.world_rank)
-                    except SharedMemoryError:  # it has just ended
-                        continue
-                peer = known[owner.address]
-                if peer.state != RUNNING or peer.has_died():
-                    continue
-                living.append(peer)
-                invitation = _invitation_of(peer) if peer.last_round > last_round else None
-                if invitation is not None and own.world_rank in invitation.joiners:
-                    return invitation
-            if not living:
-                return None
-            line.show(lambda found=living: what_is_pending(own, found, until))  # type: ignore[misc]
-            time.sleep(_LOOK)
-
-
-def what_is_pending(own: SlotOwner, members: Sequence[Liveness], until: str) -> str:
-    """What a process that is to join waits for, without a full stop: which members, and what they have to do.
-
-    Args:
-        own: that process.
-        members: those that live.
-        until: see `wait_for_invitation`.
-    """
-    ready = [member.rank for member in members if member.is_ready_to_admit]
-    others = [member.rank for member in members if member.rank not in ready]
-    who = f"process {own.address[0]}, which takes the place of rank {own.slot}, waits"
-    if not others:
-        return f"{who} for {name_ranks(ready)} to let it join"
-    have = f", as {name_ranks(ready)} {'has' if len(ready) == 1 else 'have'}" if ready else ""
-    return f"{who} for {name_ranks(others)} to {until}{have}"
-
-
-def _invitation_of(member: Liveness) -> Invitation | None:
-    try:
-        return Invitation.of(told_by(member, member.last_round))
-    except NotAdmitted:
-        return None
-
-
-def take_part(
-    invitation: Invitation,
-    own: Liveness,
-    known: Mapping[int, Liveness],
-    communicators: Mapping[int, HostCommunicator],
-    entry: Mapping[str, Any],
-) -> Joined:
-    """Let joiners join: all that the invitation names call this at the same place.
-
-    Args:
-        invitation: who takes part.
-        own: of this process.
-        known: liveness of others that this process has mapped.
-        communicators: that it has, by creation order.
-        entry: what else to tell the others.
-
-    Raises:
-        NotAdmitted: nobody joins, as all find. Nothing has changed then.
-    """
-    peers, problem = [], ""
-    for owner in invitation.everyone:
-        if owner.world_rank != own.rank:
-            try:
-                peer = known.get(owner.world_rank) or Liveness.open(owner.address, owner.world_rank)
-                peers.append(peer)
-            except SharedMemoryError as error:
-                problem = str(error)
-    admission = Admission(own, peers, invitation.start, invitation.joiners)
-    admission.gather({**invitation._asdict(), "problem": problem})
-    segments: dict[int, Segment] = {}
-    try:
-        segments = {key: create_segment() for key in communicators}
-    except SharedMemoryError as error:
-        problem = f"rank {own.rank} {error}"
-    descriptors = {key: descriptor_of(communicators[key], segment) for key, segment in segments.items()}
-    told = admission.gather({**entry, "descriptors": descriptors, "problem": problem})
-    mapped: dict[HostCommunicator, Renewal] = {}
-    try:
-        mapped = map_descriptors(told, invitation, communicators, segments, own.rank, invitation.ranks)
-    except SharedMemoryError as error:
-        problem = f"rank {own.rank} {error}"
-    admission.gather({"problem": problem})
-    for segment in segments.values():
-        segment.close_file()
-    return Joined(invitation, told, peers, mapped)

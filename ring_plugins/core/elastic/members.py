@@ -1,9 +1,9 @@
 """The ranks of a job change while it runs: some are lost, some leave on SIGTERM, others join.
 
-Each change ends in the same way. All members agree on the next *view*, which says who is a member: on one host in
-shared memory (control/membership.py), between hosts over connections of their own (control/mesh.py). Then everything
-that this process has of the job follows the view: communicators, topology, and last the script's functions, which are
-told where all ranks are at the same place. The changes differ in how they begin:
+Each change ends in the same way. All members agree on the next *view*, which says who is a member, over connections of
+their own (control/mesh.py). Then everything that this process has of the job follows the view: communicators, topology,
+and last the script's functions, which are told where all ranks are at the same place. The changes differ in how they
+begin:
 
 - **A loss** is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the
   others through `go_on_without`, and repeats the operation (collectives/recovery.py).
@@ -15,9 +15,8 @@ told where all ranks are at the same place. The changes differ in how they begin
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -30,7 +29,6 @@ from ring_plugins.core.control import ControlClient
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
-from ring_plugins.core.control.membership import Membership
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
@@ -38,12 +36,11 @@ from ring_plugins.core.elastic.join_descriptors import joiners_here
 from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.elastic.preemption_notice import TERMINATED, PreemptionNotice
 from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
-from ring_plugins.core.net.tcp import TcpTransport
-from ring_plugins.core.observe.leader_failover import Announcements, LeaderFailover
+from ring_plugins.core.net.listener import Listener
+from ring_plugins.core.observe.leader_failover import LeaderFailover
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.processes import Processes
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
-from ring_plugins.core.rendezvous.spawn import slots
 
 
 class Job(Protocol):
@@ -76,6 +73,7 @@ class Elastic:
         preemption_notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
         recovery: how communicators go on without lost ranks.
+        mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
 
     def __init__(
@@ -90,17 +88,17 @@ class Elastic:
         #: finished then; None in all others, and before that.
         self._first_changes: tuple[list[MembershipChange], int] | None = None
         self.preemption_notice = PreemptionNotice()
-        self._membership: Membership | Mesh | None = None
+        self.mesh: Mesh | None = None
         self._leader_failover: LeaderFailover | None = None
-        self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank, on several hosts
+        self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank
 
-    def begin(self, transport: TcpTransport | None, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
+    def begin(self, listener: Listener, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
         """From now on, the loss of a rank does not end the job; collective.
 
         Args:
-            transport: moves data between hosts, if sockets do.
+            listener: connects the ranks.
             addresses: at which other hosts reach this process.
-            joined: the connections of a process that has joined a job on several hosts.
+            joined: the connections of a process that has joined the job.
 
         Returns:
             A service for the monitor thread, if this rank needs one.
@@ -108,56 +106,48 @@ class Elastic:
         detector, channel, observers = self._job.failure_detector, self._job.channel, self._job.observers
         assert detector is not None
         assert observers is not None
-        peers = self._peers_here()
-        membership: Membership | Mesh
-        # `ring run -H` may have started all ranks on one other host. Processes join there as between hosts.
-        has_supervisor = self.slot is not None and self._policy.replaces
-        is_here = self._processes.topology.num_nodes == 1 and not has_supervisor
-        if joined is None and (self._job.is_joining or is_here):
-            self._membership = membership = Membership(peers)
-            announcements = Announcements(
-                lambda address: peers.own.announce(json.dumps(address)), lambda rank: _announced(peers, rank)
-            )
-            addresses = []
-        else:
-            mesh = self._membership = membership = joined or self._new_mesh(transport)
-            if self.slot is not None:
-                mesh.on_excluded = self.slot.note_excluded
-            if joined is None:
-                mesh.connect(Wait("ring", detector))
-            detector.go_on_over(mesh)
-            self.recovery.confirmations = mesh
-            announcements = Announcements(mesh.announce, mesh.announced.get)
+        mesh = self.mesh = joined or self._new_mesh(listener)
+        if joined is None:
+            mesh.connect(Wait("ring", detector))
+        detector.go_on_over(mesh)
+        self.recovery.confirmations = mesh if mesh.confirms else None
         if not isinstance(channel, ControlClient):
             return []
         self._leader_failover = LeaderFailover(
-            channel, observers.stalls, observers.membership, lambda: membership.ranks, announcements, addresses
+            channel, observers.stalls, observers.membership, mesh, addresses if mesh.confirms else ()
         )
         return [self._leader_failover]
 
-    def _new_mesh(self, transport: TcpTransport | None) -> Mesh:
-        assert transport is not None
+    def _new_mesh(self, listener: Listener) -> Mesh:
+        entries, peers = self._processes.entries, listener.peers
         ranks = {
-            rank: MeshPeer(
-                one.host, one.pid, one.domain, transport.peers[rank].address, transport.peers[rank].port, rank
-            )
-            for rank, one in self._processes.entries.items()
+            rank: MeshPeer(one.host, one.pid, one.domain, peers[rank].address, peers[rank].port, rank)
+            for rank, one in entries.items()
         }
-        return Mesh(self._processes.own, ranks, transport.listener, self._peers, self._policy.min_ranks)
+        return self.mesh_of(ranks, listener)
+
+    def mesh_of(self, ranks: Mapping[int, MeshPeer], listener: Listener, view: int = 0, committed: int = 0) -> Mesh:
+        """This rank's connections to these; arguments as of `Mesh`."""
+        # `ring run -H` may have started all ranks on one other host, and others may join on further ones.
+        has_supervisor = self._policy.replaces and self.slot is not None and self.slot.has_supervisor
+        confirms = self._processes.topology.num_nodes > 1 or has_supervisor
+        on_left_out = self.slot.note_excluded if self.slot is not None else lambda: None
+        least = self._policy.min_ranks
+        own = self._processes.own
+        return Mesh(own, ranks, listener, self._peers, least, view, committed, confirms, on_left_out)
 
     def _peers_here(self) -> LocalPeers:
         assert self._peers is not None
         return self._peers
 
+    def _members(self) -> Mesh:
+        assert self.mesh is not None
+        return self.mesh
+
     @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
-        return self._membership.view if self._membership is not None else 0
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The connections to all other ranks of a job on several hosts."""
-        return self._membership if isinstance(self._membership, Mesh) else None
+        return self.mesh.view if self.mesh is not None else 0
 
     # Losses ---------------------------------------------------------------------------------------
 
@@ -176,47 +166,42 @@ class Elastic:
             self._warn_of(lost, began)
 
     def agree_on_members(self, joining: Sequence[int] = ()) -> None:
-        """Agree on the next view of a job on several hosts, outside of operations, and go on without those it lacks.
+        """Agree on the next view, outside of operations, and go on without those it lacks.
 
         Args:
             joining: a process for which this rank is prepared. If it joins, `extend` is next.
         """
         began = time.monotonic()
-        assert self.mesh is not None
         lost = self._agree(Wait("membership", self._job.failure_detector), joining=joining)
         if lost:
             self._follow(lost=lost)
             self._warn_of(lost, began)
 
     def _agree(self, wait: Wait, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
-        """As `Mesh.agree`, also on one host, where it knows nothing of ranks that leave."""
-        assert self._membership is not None
+        """As `Mesh.agree`."""
         assert self._job.failure_detector is not None
         try:
-            if isinstance(self._membership, Mesh):
-                return self._membership.agree(wait, leaving, joining)
-            return self._membership.agree(wait)
+            return self._members().agree(wait, leaving, joining)
         except PeerFailed:
             self._job.failure_detector.aborted = True
             raise
 
     def _follow(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
         """Let all that this process has of the job follow its members, of which some died, left or joined."""
-        membership, processes = self._membership, self._processes
-        assert membership is not None
+        mesh, processes = self._members(), self._processes
         for communicator in self._job.recovering_communicators().values():
-            communicator.keep(membership.ranks, membership.view)
+            communicator.keep(mesh.ranks, mesh.view)
         if not lost and not left and not joined:
-            processes.ranks = membership.ranks
+            processes.ranks = mesh.ranks
             return
         before = processes.topology
-        size_before = len(membership.ranks) + len(lost) + len(left) - len(joined)
-        processes.follow(membership.ranks)
+        size_before = len(mesh.ranks) + len(lost) + len(left) - len(joined)
+        processes.follow(mesh.ranks)
         after = processes.topology
         set_rank(after.rank)
-        if (places := self.slot or slots()) is not None:
+        if self.slot is not None:
             for rank in lost:
-                places.note_lost(rank)
+                self.slot.note_lost(rank)
         gone = tuple(lost), before.rank, size_before
         self.changes.untold.append(MembershipChange(*gone, after.rank, after.size, tuple(left), tuple(joined)))
         if self._job.channel is not None and processes.own == 0 and not joined:
@@ -226,8 +211,9 @@ class Elastic:
         """Tell the user of lost ranks, and of an agreement that began then, on one rank."""
         processes = self._processes
         if processes.topology.rank == 0:
-            silent = [rank for rank in lost if self.mesh is not None and self.mesh.was_silent(rank)]
-            hosts = {rank: entry.host for rank, entry in processes.entries.items()} if self.mesh is not None else None
+            silent = [rank for rank in lost if self._members().was_silent(rank)]
+            entries = processes.entries.items() if self._members().confirms else ()
+            hosts = {rank: entry.host for rank, entry in entries} or None
             seconds, job = time.monotonic() - began, self._job_without(lost)
             logger.warning(what_was_lost(lost, processes.pids, processes.ranks, job, seconds, silent, hosts))
 
@@ -255,22 +241,19 @@ class Elastic:
     @property
     def is_added(self) -> bool:
         """Whether this process has yet to join, and the job grows by it: nobody has had its slot."""
-        places, is_new = slots(), self._processes.is_added
-        return self._job.is_joining and (is_new or (places is not None and places.is_new(self._processes.slot)))
+        return self._job.is_joining and self._processes.is_added
 
     def _sees_joiners(self) -> set[int]:
         """Slots of processes that wait to join, and of which not all ranks know yet."""
-        places = (slots() or self.slot) if self._policy.replaces and not self._job.is_joining else None
+        places = self.slot if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
             return set()
-        if isinstance(places, OwnSlot):
-            waiting = {one.world_rank for one in places.waiting()}
-            if not waiting <= self._slots_here.keys():  # one that waits for the next epoch is seen in each step
-                self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in joiners_here(places)}
-            seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
-            elsewhere = {int(one["slot"]) for one in places.remote_joiners()}.difference(self._processes.taken_slots)
-            return (seen | elsewhere) - self.pending
-        return {one.slot for one in places.waiting()} - self.pending
+        waiting = {one.world_rank for one in places.waiting()}
+        if not waiting <= self._slots_here.keys():  # one that waits for the next epoch is seen in each step
+            self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in joiners_here(places)}
+        seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
+        elsewhere = {int(one["slot"]) for one in places.remote_joiners()}.difference(self._processes.taken_slots)
+        return (seen | elsewhere) - self.pending
 
     def change_members(self) -> None:
         """Let ranks leave that were told to end, and note whether others wait to join.
@@ -306,30 +289,14 @@ class Elastic:
         Raises:
             SystemExit: on ranks that leave.
         """
-        peers, wait = self._peers_here(), Wait("membership", self._job.failure_detector)
-        lost: list[int] = []
-        if isinstance(self._membership, Mesh):
-            gone = self._agree(wait, leaving)
-            assert gone is not None
-            lost = [rank for rank in gone if rank not in leaving]
+        gone = self._agree(Wait("membership", self._job.failure_detector), leaving)
+        assert gone is not None
         if self._processes.own in leaving:
-            peers.own.leave()
-            if (places := slots()) is not None:
-                places.leave(self._processes.slot)
+            self._peers_here().own.leave()
             if self.slot is not None:
                 self.slot.leave()
             self._job.exit_from_job(0)
-        if isinstance(self._membership, Membership):
-            # The next barriers do not wait for those that leave, which may still read what was gathered. They leave one
-            # by one, and that some have left is no failure of this wait.
-            wait.until(
-                partial(peers.are_gone, leaving),
-                lambda: leaving,
-                lambda: "ranks that leave the job",
-                receiving=lambda rank: True,
-            )
-            self._membership.drop(leaving)
-        return lost
+        return [rank for rank in gone if rank not in leaving]
 
     def end_if_all_are_told(self) -> None:
         """End this process if all of the job are told to: one that takes no steps would have no other occasion.
@@ -337,10 +304,8 @@ class Elastic:
         Raises:
             SystemExit: it ends.
         """
-        if self.preemption_notice.given:
-            places = self.slot or slots()
-            if places is not None and places.is_ending:
-                self._job.exit_from_job(TERMINATED)
+        if self.preemption_notice.given and self.slot is not None and self.slot.is_ending:
+            self._job.exit_from_job(TERMINATED)
 
     # Joining (core/elastic/joining.py) --------------------------------------------------------------------
 
@@ -349,7 +314,6 @@ class Elastic:
         everyone: Sequence[SlotOwner],
         joined: Sequence[int],
         others: Sequence[Liveness],
-        view: int,
         renew: Callable[[FailureDetector], None],
     ) -> None:
         """Go on with further members, as all have agreed; nothing of this fails.
@@ -358,23 +322,18 @@ class Elastic:
             everyone: all members from now on, in the order of their slots; `processes` knows them.
             joined: world ranks of those that were none before.
             others: liveness of those others that share memory with this process.
-            view: number of the view, on one host.
             renew: lets all communicators go on with everyone.
         """
-        peers, membership, detector = self._peers_here(), self._membership, self._job.failure_detector
-        assert membership is not None
+        peers, detector = self._peers_here(), self._job.failure_detector
         assert detector is not None
         peers.add([peer for peer in others if peer.rank not in peers.others])
         for _, rank, _ in everyone:
             entry = self._processes.entries[rank]
             detector.add(rank, Peer(entry.host, entry.pid, entry.domain))
-        if isinstance(membership, Membership):
-            membership.extend([one.world_rank for one in everyone], view)
         renew(detector)
         self._follow(joined=joined)
-        if isinstance(membership, Mesh) and self._processes.own not in joined:
-            for rank in joined:
-                membership.note_joined(rank)
+        for rank in joined if self._processes.own not in joined else ():
+            self._members().note_joined(rank)
 
     # The script's functions -------------------------------------------------------------------------
 
@@ -420,10 +379,3 @@ class Elastic:
             self._leader_failover.detach_after_fork()
         if self.mesh is not None:
             self.mesh.detach_after_fork()
-
-
-def _announced(peers: LocalPeers, rank: int) -> dict[str, Any] | None:
-    """Where a rank of this host listens in the place of rank 0, None if it has not said so."""
-    peer = peers.own if rank == peers.own.rank else peers.others.get(rank)
-    found: dict[str, Any] | None = json.loads(peer.announced) if peer is not None and peer.announced else None
-    return found

@@ -15,6 +15,7 @@ what they do when it is gone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.elastic.joining import hear_of, untold_changes
+from ring_plugins.core.elastic.changes import MembershipChange
 from ring_plugins.core.world import current
 
 
@@ -100,7 +101,7 @@ def transfer_state(
             text = f"all ranks from which {name_ranks(sorted(joined))} could get the state of the training are lost."
             raise PeerFailed(text, joined[0])
         is_mine = everyone.ranks[everyone.rank] == giver
-        told = _packed(state, untold_changes()) if is_mine else None
+        told = _packed(state, _untold_changes()) if is_mine else None
         needed, packed, problem = everyone.broadcast_object(
             told, everyone.ranks.index(giver), operation="state transfer"
         )
@@ -113,7 +114,7 @@ def transfer_state(
     if problem:
         raise ArgumentError(f"{problem}. Its own output has the traceback.")
     found, untold = pickle.loads(packed)
-    hear_of(untold)
+    _hear_of(untold)
     return found
 
 
@@ -128,3 +129,18 @@ def _packed(state: Callable[[], tuple[Any, Any]], untold: Sequence[Any]) -> tupl
         )
         logger.warning(f"{problem}, so nobody can join:", exc_info=error)
         return None, b"", problem
+
+
+def _untold_changes() -> list[MembershipChange]:
+    """Changes that a member's script is yet to be told of; the state that it gives to joiners lacks them, too."""
+    return list(current().elastic.changes.untold)
+
+
+def _hear_of(changes: Sequence[MembershipChange]) -> None:
+    """In a joiner, have the script told of changes before it joined, as a member told them.
+
+    All are told at the same place, and equally often. So one that has joined behind another hears of that, too.
+    """
+    own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
+    before = list(itertools.takewhile(lambda change: own not in change.joined, changes))
+    known.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(before))

@@ -12,8 +12,8 @@ from typing import Any
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
+from ring_plugins.core.base.errors import MembersLost
 from ring_plugins.core.collectives.api import Communicator, Work
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
 from ring_plugins.core.gradients.repetition import SavedInputs
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap

@@ -11,7 +11,7 @@ anything. The gradients themselves are needed, and there are three ways to have 
 
 What error feedback has noted in the pass is undone, too (`HalfCodec.undo`).
 
-A pass is over when its last barrier is passed. All survivors pass it, or none does (core/control/membership.py), so no
+A pass is over when its last barrier is passed. All survivors pass it, or none does (core/control/mesh.py), so no
 rank steps with averages that another one lacks.
 """
 

@@ -41,8 +41,7 @@ class FrameSocket:
 
     def __init__(self, connected: socket.socket, purpose: Purpose, longest: int = 1 << 63) -> None:
         connected.setblocking(False)
-        if connected.family != socket.AF_UNIX:
-            configure(connected)
+        configure(connected)
         self.socket = connected
         #: Bytes that wait to be sent.
         self.unsent = 0

@@ -1,8 +1,9 @@
 """Connections between the ranks of one job, for data.
 
-Every rank listens on one port. Of two ranks the lower one connects, once for each tag, and both ends authenticate
-themselves (see auth.py). Nothing here waits for another rank. Connecting is polled, as moving bytes is, so a rank
-connects to many peers at once, and a rank that waits for them still notices failures.
+Every rank listens on one port, or on a unix socket if all are on one host. Of two ranks the lower one connects, once
+for each tag, and both ends authenticate themselves (see auth.py). Nothing here waits for another rank. Connecting is
+polled, as moving bytes is, so a rank connects to many peers at once, and a rank that waits for them still notices
+failures.
 
 One thread accepts for the whole process, because a rank must answer connecting ranks while it computes.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import select
 import socket
 import threading
@@ -32,6 +34,7 @@ from ring_plugins.core.net.auth import (
     Rejected,
     advance,
 )
+from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import configure
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
@@ -44,6 +47,8 @@ _HELD_UP = HANDSHAKE_SECONDS / 2
 #: port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that connect to hundreds of
 #: others. With it, `connect` picks a port that need only be unused towards that peer.
 _IP_BIND_ADDRESS_NO_PORT = 24
+#: How addresses of unix sockets begin. They are in Linux's abstract namespace, which uses neither a file nor a port.
+UNIX = "unix:"
 
 
 class Peer(NamedTuple):
@@ -51,8 +56,8 @@ class Peer(NamedTuple):
 
     Attributes:
         host: its name, for messages.
-        address: numeric, of the network that the job uses.
-        port: of its listener.
+        address: numeric, of the network that the job uses; or that of a unix socket.
+        port: of its listener; 0 of a unix socket.
     """
 
     host: str
@@ -64,18 +69,28 @@ class Listener:
     """One rank's listening socket, the connections that came in on it, and those that it makes to others.
 
     Args:
-        address: to listen on, "" for all; connections to others leave from there too.
+        address: to listen on, "" for all; connections to others leave from there too. `UNIX` for ranks of this host.
         patience: seconds after which a host that does not react counts as unreachable.
+
+    Attributes:
+        address, port: as in `Peer`.
+        peers: where the ranks listen that this process knows, by rank.
     """
 
     def __init__(self, address: str = "", patience: float = 15.0) -> None:
         self.patience = patience
-        self._address = address
+        self.address, self.port = address, 0
         self._rank, self._secret = 0, b""
-        self._peers: dict[int, Peer] = {}
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self.port: int = self._listener.getsockname()[1]
+        self.peers: dict[int, Peer] = {}
+        if address == UNIX:
+            self.address += f"ring_plugins/{secrets.token_hex(8)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(_unix_name(self.address))
+            self._listener.listen(1024)
+        else:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+            self.port = self._listener.getsockname()[1]
         #: By rank and tag.
         self._accepted: dict[tuple[int, int], socket.socket] = {}
         self._attempts: dict[tuple[int, int], _Attempt] = {}
@@ -95,7 +110,7 @@ class Listener:
             accepts_all: whether higher ranks may connect, too, as they do to a process that is to join them.
         """
         self._rank, self._secret = rank, secret.encode()
-        self._peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
+        self.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
         acceptor = Acceptor(
             self._secret,
             Purpose.DATA,
@@ -125,7 +140,7 @@ class Listener:
         attempt = self._attempts.get((peer, tag))
         if attempt is None:
             claim = Claim(self._rank, peer, tag)
-            attempt = _Attempt(self._address, self._peers[peer], self._secret, claim, self.patience)
+            attempt = _Attempt(self.address, self.peers[peer], self._secret, claim, self.patience)
             self._attempts[peer, tag] = attempt
         try:
             connected = attempt.advance()
@@ -143,7 +158,7 @@ class Listener:
 
     def add(self, rank: int, peer: Peer) -> None:
         """From now on, this rank may connect to another one that listens there."""
-        self._peers = {**self._peers, rank: peer}
+        self.peers = {**self.peers, rank: peer}
 
     def take_accepted(self, tag: int) -> dict[int, socket.socket]:
         """The connections of lower ranks for a tag, by rank; each is returned once."""
@@ -211,7 +226,7 @@ class Listener:
             connected.close()
 
     def _failure(self, peer: int, error: OSError | Disconnected) -> LaunchError | PeerFailed:
-        host, address, port = self._peers[peer]
+        host, address, port = self.peers[peer]
         if isinstance(error, ConnectionRefusedError):
             return PeerFailed(
                 f"rank {peer} on {host} does not listen on {address}:{port} any more: it has ended, or something "
@@ -241,7 +256,7 @@ class Listener:
         return LaunchError(f"{self._name(self._rank)} cannot reach {self._name(peer)} at {address}:{port}: {why}.")
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._peers[rank].host}"
+        return f"rank {rank} on {self.peers[rank].host}"
 
 
 class _Attempt:
@@ -276,11 +291,10 @@ class _Attempt:
             OSError: the peer cannot be reached.
             Rejected, Disconnected: see `auth.advance`.
         """
-        if self._socket is None:
-            if time.monotonic() < self._pause_until:
-                return None
-            self._socket = self._begin()
+        if self._socket is None and time.monotonic() < self._pause_until:
+            return None
         try:
+            self._socket = self._socket or self._begin()
             if not self.has_reached_host and not self._connects(self._socket):
                 return None
             return _ready(self._socket) if advance(self._socket, self._handshake) else None
@@ -299,6 +313,8 @@ class _Attempt:
     def _begin(self) -> socket.socket:
         self._began, self.has_reached_host = time.monotonic(), False
         self._handshake = ClientHandshake(self._secret, Purpose.DATA, self._claim)
+        if self._peer.address.startswith(UNIX):
+            return _connect_here(self._peer.address)
         family, kind, protocol, _, to = socket.getaddrinfo(
             self._peer.address, self._peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
@@ -338,6 +354,32 @@ def bind_without_port(connecting: socket.socket, source: str) -> None:
     with contextlib.suppress(OSError):  # not Linux
         connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
     connecting.bind((source, 0))
+
+
+def _unix_name(address: str) -> str:
+    return "\0" + address.removeprefix(UNIX)
+
+
+def _connect_here(address: str) -> socket.socket:
+    """A connection to a unix socket of this user.
+
+    Raises:
+        OSError: nobody listens there.
+        Disconnected: too many wait there to be accepted, or it is another user's.
+    """
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connecting.setblocking(False)
+        connecting.connect(_unix_name(address))
+        if not is_same_unix_user(connecting):
+            raise Disconnected("another user's process listens there")
+    except BlockingIOError as error:
+        connecting.close()
+        raise Disconnected.by(error) from error
+    except BaseException:
+        connecting.close()
+        raise
+    return connecting
 
 
 def _ready(connected: socket.socket) -> socket.socket:

@@ -242,7 +242,6 @@ class TcpTransport:
 
     Attributes:
         address: of this rank, in the network that the job uses.
-        peers: by rank.
         listener: as given.
     """
 
@@ -250,16 +249,16 @@ class TcpTransport:
 
     def __init__(self, rank: int, peers: Sequence[Peer] | Mapping[int, Peer], listener: Listener) -> None:
         self.rank, self.size = rank, len(peers)
-        self.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
-        self.address = self.peers[rank].address
         self.listener = self._listener = listener
+        listener.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
+        self.address = self.peers[rank].address
         self._groups: dict[int, ConnectionGroup] = {}
         self._closed = False
 
-    def add(self, rank: int, peer: Peer) -> None:
-        """Let this rank exchange with a further one, which has a number that no rank had before."""
-        self.peers[rank] = peer
-        self._listener.add(rank, peer)
+    @property
+    def peers(self) -> dict[int, Peer]:
+        """Where the ranks listen, by rank."""
+        return self._listener.peers
 
     def connect(self, ranks: Sequence[int], tag: int) -> _ConnectRequest:
         return _ConnectRequest(self._listener, [self._connection(peer, tag) for peer in ranks if peer != self.rank])

@@ -26,8 +26,10 @@ def configure(connected: socket.socket) -> None:
 
     TCP ends a connection after a number of repeats (tcp_retries2, tcp(7)), so these must not follow each other too
     fast: every second, that would be after 15 s, however long RING_NETWORK_TIMEOUT is. Where few repeats are allowed,
-    TCP keeps its own times.
+    TCP keeps its own times. Unix sockets lose nothing.
     """
+    if connected.family == socket.AF_UNIX:
+        return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _has_repeats_left():
         return
@@ -56,6 +58,8 @@ def enable_keepalive(connected: socket.socket) -> None:
 
 def end_when_silent(connected: socket.socket) -> None:
     """Let the kernel end a connection, idle or not, if the other host is silent for RING_NETWORK_TIMEOUT."""
+    if connected.family == socket.AF_UNIX:
+        return
     _probe(connected, _SOON)
     milliseconds = int(config.NETWORK_TIMEOUT.get() * 1000)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -1,11 +1,11 @@
 """Who looks for stalls and deadlocks when rank 0 is lost: the lowest rank that is left, on its own control channel.
 
 In a job that goes on without ranks that are lost, rank 0 may be lost like any other, and the control channel with it.
-Little depends on that channel there: all ranks share memory, in which they see how others fail, leave and reject
-operations (core/control/liveness.py). What is left is stall.py, which needs one rank that hears of all long waits.
+Little depends on that channel there: how others fail, leave and reject operations travels over connections among all
+ranks (core/control/mesh.py). What is left is stall.py, which needs one rank that hears of all long waits.
 
-So the lowest rank that is left makes a new server, and announces its address: in its liveness segment, or, on several
-hosts, over the connections that all ranks have to each other (core/control/mesh.py). All ranks connect to it, that rank
+So the lowest rank that is left makes a new server, and announces its address over the connections that all ranks have
+to each other (core/control/mesh.py). All ranks connect to it, that rank
 too: its server stands beside its client, so whatever holds the client goes on with it. Nothing of what the lost rank
 knew is needed, since every rank reports the waits that still last. If that rank is lost as well, the next
 one does the same.
@@ -16,7 +16,6 @@ Timelines and the step breakdown are not continued: what they had so far is lost
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.log import logger
@@ -24,23 +23,12 @@ from ring_plugins.core.control.channel import EVERYONE, Body
 from ring_plugins.core.control.client import ControlClient
 from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.server import ControlServer
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 
 #: Messages that rank 0 passes on to all ranks (core/control/failure_detector.py).
 _PASSED_ON = ("failed", "broken", "exits")
-
-
-class Announcements(NamedTuple):
-    """How ranks learn where one listens in the place of rank 0.
-
-    Attributes:
-        announce: tells all ranks the address of this one.
-        find: returns the address of a rank, None if it is not known yet.
-    """
-
-    announce: Callable[[dict[str, Any]], None]
-    find: Callable[[int], dict[str, Any] | None]
 
 
 class LeaderFailover:
@@ -50,8 +38,7 @@ class LeaderFailover:
         client: this rank's end of the control channel.
         stalls: reports this rank's long waits on it.
         membership: host and process of each rank.
-        ranks: returns the world ranks that are left, in order.
-        announcements: of addresses.
+        mesh: knows the ranks that are left, and where one listens in the place of rank 0.
         addresses: at which other hosts reach this one; empty if there are none.
     """
 
@@ -60,17 +47,16 @@ class LeaderFailover:
         client: ControlClient,
         stalls: StallWatch,
         membership: Sequence[Peer],
-        ranks: Callable[[], Sequence[int]],
-        announcements: Announcements,
+        mesh: Mesh,
         addresses: Sequence[str] = (),
     ) -> None:
-        self._client, self._stalls, self._announcements = client, stalls, announcements
-        self._membership, self._ranks, self._addresses = membership, ranks, addresses
+        self._client, self._stalls, self._mesh = client, stalls, mesh
+        self._membership, self._addresses = membership, addresses
         self._leader = 0
         self._collector: _Collector | None = None
 
     def tick(self, now: float) -> None:
-        ranks = self._ranks()
+        ranks = self._mesh.ranks
         if (leader := min(ranks)) != self._leader:  # the oldest process, in whatever slot
             self._follow(leader)
         if self._collector is not None:
@@ -88,8 +74,8 @@ class LeaderFailover:
     def _follow(self, leader: int) -> None:
         if leader == self._client.rank and self._collector is None:
             self._collector = _Collector(self._membership, self._addresses)
-            self._announcements.announce(self._collector.server.address)
-        address = self._announcements.find(leader)
+            self._mesh.announce(self._collector.server.address)
+        address = self._mesh.announced.get(leader)
         if address is not None:  # it may not have noticed the loss yet
             self._leader = leader
             is_near = self._membership[leader].domain == self._membership[self._client.rank].domain

@@ -15,6 +15,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
@@ -84,6 +85,8 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         found = tcp.connect(record, generation)
     else:
         found = Rendezvous(0, 1, lambda payload: [payload], None)
+    if slot is not None:
+        found = replace(found, slot=slot)
     if ranks is not None and ranks != found.size and found.rank == 0 and not config.JOINS.is_set():
         by, remedy = record.by, "The launcher's own option decides."
         if record.kind == "single":

@@ -17,6 +17,7 @@ import numpy as np
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.transport import Transport
+from ring_plugins.core.rendezvous.slots import OwnSlot
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Rendezvous:
         close: called at shutdown.
         addresses: of rank 0's host, at which all ranks should reach it, the likeliest first.
         abort: ends every process of the job with a status, if the launcher can.
+        slot: where this process tells what has started it how far it is, if that is ours.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Rendezvous:
     close: Callable[[], None] = lambda: None
     addresses: tuple[str, ...] = ()
     abort: Callable[[int], None] = lambda code: None
+    slot: OwnSlot | None = None
 
 
 def own_versions() -> dict[str, str]:

@@ -6,10 +6,11 @@ the same. Processes that start at different times can only meet in a segment tha
 for each slot: the state of the slot's process, its world rank, and the address of its liveness segment. `ring run`
 reads there how far each process is, and how the end of one is meant.
 
-- **One host** (`Slots`): members of the job and processes that wait to join find each other by the rows. A job that may
-  grow (`max_ranks`) also has rows for slots that nobody has taken yet, behind those of the first ranks.
-- **Several hosts** (`OwnSlot`): each host's supervisor has a segment for the ranks of its host, with rows numbered from
-  0. It also holds two JSON values (`SharedJson`). The *join info* is what a new process of this host needs so that the
+- **One host**: `ring run` has one segment. A job that may grow (`max_ranks`) also has rows for slots that nobody has
+  taken yet, behind those of the first ranks.
+- **Several hosts**: each host's supervisor has a segment for the ranks of its host, with rows numbered from 0.
+- A process knows its own row (`OwnSlot`). Behind the rows are two JSON values (`SharedJson`). The *join info* is what a
+  new process of this host needs so that the
   members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
   others have joined. A host that has no member yet gets the join info of another host (launcher/added_hosts.py). The
   *remote joiners* are processes that wait to join on hosts without members, where no member sees them; the supervisor
@@ -290,25 +291,37 @@ class SharedJson:
 
 
 class OwnSlot:
-    """The row by which a process tells the supervisor of its host how far it is.
+    """The row by which a process tells what has started it how far it is, and finds others of its host.
 
     Args:
-        text: value of RING_SLOT: the file of the rows, which this process has inherited, their number, and its own row.
-
-    Raises:
-        LaunchError: the process has not inherited that file.
+        memory: of the rows; see `nbytes`.
+        slot: number of its own row.
+        has_supervisor: whether the memory is that of one of several hosts.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, memory: Bytes, slot: int, has_supervisor: bool = True) -> None:
+        self._slot, self.has_supervisor = slot, has_supervisor
+        self._slots, (self._join_info, self._remote_joiners) = self.parts(memory)
+
+    @classmethod
+    def inherited(cls, text: str) -> OwnSlot:
+        """That of a process on one of several hosts.
+
+        Args:
+            text: value of RING_SLOT: the file of the rows, which this process has inherited, their number, and its own.
+
+        Raises:
+            LaunchError: the process has not inherited that file.
+        """
         try:
-            fd, number, self._slot = map(int, text.split(":"))
-            self._segment = Segment.inherited(fd, self.nbytes(number))
+            fd, number, slot = map(int, text.split(":"))
+            segment = Segment.inherited(fd, cls.nbytes(number))
         except (ValueError, SharedMemoryError) as error:
             raise LaunchError(
                 f"{config.SLOT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        self._slots, (self._join_info, self._remote_joiners) = self.parts(self._segment.array)
+        return cls(segment.array, slot)
 
     @staticmethod
     def nbytes(number: int) -> int:
@@ -358,12 +371,15 @@ class OwnSlot:
         self._join_info.write(join_info)
 
     def read_join_info(self) -> dict[str, Any]:
-        """What a new process needs to join; waits while it is being written.
+        """What a new process needs to join; waits until members have written it.
 
         Raises:
             LaunchError: none is written.
         """
-        found: dict[str, Any] | None = self._join_info.read()
+        end = time.monotonic() + config.START_TIMEOUT.get()
+        found: dict[str, Any] | None
+        while (found := self._join_info.read()) is None and not self.has_supervisor and time.monotonic() < end:
+            time.sleep(0.01)
         if found is None:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
         return found
@@ -407,4 +423,4 @@ def own_slot() -> OwnSlot | None:
         LaunchError: as for `OwnSlot`.
     """
     is_another_job = config.LAUNCHER.get() != "rendezvous"  # that of a child of a rank
-    return None if is_another_job or not config.SLOT.is_set() else OwnSlot(config.SLOT.get())
+    return None if is_another_job or not config.SLOT.is_set() else OwnSlot.inherited(config.SLOT.get())

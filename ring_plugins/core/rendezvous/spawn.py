@@ -37,7 +37,7 @@ from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kil
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
-from ring_plugins.core.rendezvous.slots import Slots
+from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
 
 #: Bytes of a cell: two int64 words (round, length) and a payload.
 _CELL = 8192
@@ -121,14 +121,19 @@ class SharedMemoryRendezvous:
         self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], slots: int = 0
     ) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self._first_cell = Slots.nbytes(max(slots, size))
-        self.slots = Slots(segment.array[: self._first_cell])
+        self._first_cell = OwnSlot.nbytes(max(slots, size))
+        self.slots, _ = OwnSlot.parts(segment.array[: self._first_cell])
         self._round = 0
 
     @staticmethod
     def nbytes(size: int, slots: int = 0) -> int:
         """Bytes of a segment for this many ranks, and slots if there are more."""
-        return Slots.nbytes(max(slots, size)) + 2 * size * _CELL
+        return OwnSlot.nbytes(max(slots, size)) + 2 * size * _CELL
+
+    @property
+    def own_slot(self) -> OwnSlot:
+        """That of this process."""
+        return OwnSlot(self.segment.array[: self._first_cell], self.rank, has_supervisor=False)
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (anything JSON can hold) in rank order.
@@ -212,7 +217,8 @@ def connect(record: LaunchRecord, ranks: int) -> Rendezvous:
     global _rendezvous
     if _rendezvous is None:
         _rendezvous = _join() if record.kind == "spawned" else _spawn(ranks)
-    return Rendezvous(_rendezvous.rank, _rendezvous.size, _rendezvous.gather, None)
+    found = _rendezvous
+    return Rendezvous(found.rank, found.size, found.gather, None, slot=found.own_slot)
 
 
 def spawned_size() -> int:
@@ -234,7 +240,7 @@ def _join() -> SharedMemoryRendezvous:
     spawned = fd, rank, size, parent, number = _Spawned.read()
     end_with_parent()
     meets_first_ranks = rank != _STANDBY and not config.JOINS.is_set()
-    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Slots.nbytes(number)
+    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else OwnSlot.nbytes(number)
     try:
         segment = Segment.inherited(fd, nbytes)
     except SharedMemoryError as error:

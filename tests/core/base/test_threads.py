@@ -77,8 +77,8 @@ def test_the_job_ends_with_the_thread_that_watches_all_ranks():
     job = JOB.replace('RING_SHARED_MEMORY="0"', 'RING_VIRTUAL_NODES="2", RING_ON_FAILURE="continue"')
     body = """
 if ring.rank() == failing:
-    current().elastic._membership._look_at_ended = broken
-    current().elastic._membership._wake()
+    current().elastic.mesh._look_at_ended = broken
+    current().elastic.mesh._wake()
     time.sleep(60)
 ring.barrier()
 """

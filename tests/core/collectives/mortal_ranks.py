@@ -4,15 +4,19 @@ A thread that dies stops where it is and does nothing more, nor does the one in 
 stays, and its `Mortal` says that it is gone, as the kernel's lock would.
 """
 
+import itertools
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
 from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
-from ring_plugins.core.control.membership import Membership
+from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.wait import Wait
 
 _synchronize = SharedMemoryBarrier.synchronize
 
@@ -24,25 +28,13 @@ class Mortal:
 
     def __init__(self, rank):
         self.rank, self.pid, self.state, self.is_dead = rank, 1000 + rank, RUNNING, False
-        self.root_cause, self.decided, self.rejections = (-1, ""), (0, ()), {}
+        self.root_cause = (-1, "")
 
     def has_died(self):
         return self.is_dead
 
     def is_lost(self):
         return self.state == RUNNING and self.is_dead
-
-    def decide(self, view, members):
-        self.decided = view, tuple(members)
-
-    def decision(self, view):
-        return self.decided[1] if self.decided[0] == view else None
-
-    def reject(self, operation, text):
-        self.rejections[operation] = text
-
-    def rejection(self, operation):
-        return self.rejections.get(operation, "")
 
     def fail(self, rank, text):
         self.root_cause, self.state = (rank, text), FAILED
@@ -64,6 +56,26 @@ class Silent:
         return True
 
 
+class Wires:
+    """Connects each two of some ranks, in the place of a `Listener`."""
+
+    def __init__(self, size):
+        self._ends = {}
+        for low, high in itertools.combinations(range(size), 2):
+            self._ends[low, high], self._ends[high, low] = socket.socketpair()
+
+    def of(self, rank):
+        """As the `Listener` of a rank."""
+        return Wire(lambda peer: self._ends.pop((rank, peer)))
+
+
+class Wire(NamedTuple):
+    connect: Any
+
+    def connection(self, peer, tag):
+        return self.connect(peer)
+
+
 class Rank:
     """A rank as its own thread sees it.
 
@@ -72,7 +84,8 @@ class Rank:
         everyone: by rank, the `Mortal` of each.
         gather: exchanges items among all.
         over: set when the survivors are done.
-        min_ranks: as for `LocalPeers`.
+        wires: connects them.
+        min_ranks: as for `Mesh`.
 
     Attributes:
         view: ranks that are left.
@@ -80,18 +93,21 @@ class Rank:
         dies: called at each barrier with its number; returns "before" or "in" to die there, None to live.
     """
 
-    def __init__(self, rank, everyone, gather, over, min_ranks):
+    def __init__(self, rank, everyone, gather, over, wires, min_ranks):
         self.rank, self._everyone, self._gather, self._over = rank, everyone, gather, over
-        self.peers = LocalPeers(everyone[rank], [one for one in everyone if one.rank != rank], min_ranks=min_ranks)
+        self.peers = LocalPeers(everyone[rank], [one for one in everyone if one.rank != rank])
         membership = [Peer("host", one.pid, "domain") for one in everyone]
         self.detector = FailureDetector(rank, membership, self.peers, Silent())
-        self._membership = Membership(self.peers)
+        ranks = {one.rank: MeshPeer("host", one.pid, "domain", "", 0, one.rank) for one in everyone}
+        self.mesh = Mesh(rank, ranks, wires.of(rank), self.peers, min_ranks, confirms=False)
+        self.mesh.connect(Wait("ring", self.detector))
+        self.detector.go_on_over(self.mesh)
         self._communicators, self._recovery = [], JobRecovery(self._go_on_without)
         self.barriers, self.dies = 0, lambda number: None
 
     @property
     def view(self):
-        return self._membership.ranks
+        return self.mesh.ranks
 
     def communicator(self, name):
         """A new communicator of all ranks."""
@@ -103,9 +119,9 @@ class Rank:
         return made
 
     def _go_on_without(self, wait):
-        self._membership.agree(wait)
+        self.mesh.agree(wait)
         for communicator in self._communicators:
-            communicator.keep(self.view, self._membership.view)
+            communicator.keep(self.view, self.mesh.view)
 
     def die(self):
         """Do nothing more."""
@@ -129,7 +145,7 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
         Exception: the first error of a rank.
     """
     together, items, over = threading.Barrier(size), [None] * size, threading.Event()
-    everyone, ranks = [Mortal(rank) for rank in range(size)], {}
+    everyone, ranks, wires = [Mortal(rank) for rank in range(size)], {}, Wires(size)
 
     def mortally(barrier, *args, **options):
         rank = ranks.get(barrier._ranks[barrier._position])
@@ -154,7 +170,7 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
             together.wait(60)
             return gathered
 
-        rank = ranks[number] = Rank(number, everyone, gather, over, min_ranks)
+        rank = ranks[number] = Rank(number, everyone, gather, over, wires, min_ranks)
         try:
             return function(rank)
         except Died:
@@ -174,6 +190,8 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
     living = set(range(size))
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(call, number) for number in range(size)]
+    for rank in ranks.values():
+        rank.mesh.close()
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]

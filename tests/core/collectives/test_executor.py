@@ -6,12 +6,11 @@ import weakref
 
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError
+from ring_plugins.core.base.errors import ArgumentError, MembersLost, PeerFailed, RingError
 from ring_plugins.core.collectives.background import QueueThread
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint, for_purpose, purpose
 from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps

@@ -11,12 +11,11 @@ import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+from ring_plugins.core.base.errors import ArgumentError, MembersLost, PeerFailed
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.collectives.recovery import JobRecovery, Recovery, repeated
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES, STAGING_BYTES
-from ring_plugins.core.control.membership import MembersLost
 from ring_plugins.core.control.wait import Wait
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 
@@ -127,8 +126,8 @@ def test_a_rank_that_dies_while_the_others_agree_is_lost_next(monkeypatch):
         if rank.rank == 2:
             rank.dies = dying(rank, 1, "before")
         if rank.rank == 0:  # decides, and dies before it does anything else
-            decide = rank.peers.own.decide
-            rank.peers.own.decide = lambda view, members: (decide(view, members), rank.die())
+            agree = rank.mesh.agree
+            rank.mesh.agree = lambda wait: (agree(wait), rank.die())
         term = memory(rank.rank, 10)
         one.all_reduce(term, Op.AVERAGE)
         return set(term.array.tolist()), one.ranks

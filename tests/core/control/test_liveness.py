@@ -48,19 +48,23 @@ def test_a_rank_that_runs_is_alive():
         assert not (peers.has_left(1) or peers.has_ended(1) or peers.has_lost_a_process())
 
 
-def test_peers_read_the_last_rejections_and_the_address_of_a_rank_also_when_it_is_gone():
+def test_peers_read_the_address_of_a_rank_also_when_it_is_gone():
     def behave(own):
-        for number in range(20):
-            own.reject((7, number, 0), f"rejection {number}, " + "x" * 2000)
         own.announce("here")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with peer(behave) as (peers, proceed):
         proceed()
-        assert peers.rejection(1, (7, 19, 0)).startswith("rejection 19, xxx")
-        assert peers.rejection(1, (7, 4, 0)).startswith("rejection 4, xxx")
-        assert not any(peers.rejection(1, operation) for operation in [(7, 3, 0), (7, 19, 1), (8, 19, 0)])
-        assert not peers.rejection(0, (7, 19, 0)) and peers.others[1].announced == "here"
+        assert peers.others[1].announced == "here"
+
+
+def test_a_job_that_goes_on_has_a_lost_rank_and_no_failure():
+    with peer(lambda own: os.kill(os.getpid(), signal.SIGKILL)) as (peers, proceed):
+        peers.may_be_lost = True
+        proceed()
+        assert peers.failure() is None and peers.lost() == {1}
+        peers.forget([1])
+        assert not peers.lost()
 
 
 def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():

@@ -1,5 +1,7 @@
 """A process joins ranks of several hosts, or all find that it does not: with threads in the place of processes."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -8,11 +10,19 @@ import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control import mesh_admission
-from ring_plugins.core.control.admission import NotAdmitted
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
-from ring_plugins.core.control.mesh_admission import CALL, OFFERS, READY, Candidate, MeshAdmission
+from ring_plugins.core.control.mesh_admission import (
+    CALL,
+    OFFERS,
+    READY,
+    Candidate,
+    MeshAdmission,
+    NotAdmitted,
+    begin_together,
+)
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.listener import Listener, Peer
+from tests.core.collectives.mortal_ranks import Mortal
 from tests.core.control.test_mesh import agreed, at_once, kill, meshes, until
 
 __all__ = ["meshes"]
@@ -30,7 +40,7 @@ def joiner():
 
 
 def admit(mesh, listener, joiner, at=lambda rank, number: None):
-    """A member's part, as core/elastic/joining_between_hosts.py has it; `at` a round it may raise `NotAdmitted`."""
+    """A member's part, as core/elastic/joining.py has it; `at` a round it may raise `NotAdmitted`."""
     peer = joiner[2]
     listener.add(NEW, Peer(peer.host, peer.address, peer.port))
     admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}
@@ -187,3 +197,15 @@ def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, j
         attempts += 1
     assert candidate.is_lost
     assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), attempts)] * 4
+
+
+def test_one_that_has_joined_and_does_not_go_on_is_killed(monkeypatch):
+    killed = []
+    monkeypatch.setattr(mesh_admission, "_PATIENCE", 0.1)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    peers = [Mortal(rank) for rank in range(3)]
+    peers[1].is_dead = True
+    begin_together(peers, lambda: [0, 2])  # nobody waits for one that has died
+    assert not killed
+    begin_together(peers, lambda: [0])
+    assert killed == [(peers[2].pid, signal.SIGKILL)]

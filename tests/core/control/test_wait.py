@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import PeerFailed, TimeoutExceeded
+from ring_plugins.core.base.errors import MembersLost, PeerFailed, TimeoutExceeded
 from ring_plugins.core.control import wait as module
-from ring_plugins.core.control.membership import MembersLost
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait, long_waits
 
 
@@ -20,7 +20,7 @@ class Detector:
 
     mesh = None
 
-    def lost(self):
+    def dead(self):
         return frozenset()
 
     def check(self, communicator, missing, what):
@@ -87,7 +87,9 @@ def test_a_broken_connection_waits_until_the_mesh_knows_whether_its_peer_is_lost
     monkeypatch.setenv("RING_NETWORK_TIMEOUT", "20")
     began, detector = time.monotonic(), Detector()
     detector.mesh = SimpleNamespace(
-        interrupts=lambda: time.monotonic() - began > 0.3, members_lost=lambda: MembersLost("rank 1 is lost", 1)
+        dead=frozenset,
+        interrupts=lambda *_: time.monotonic() - began > 0.3,
+        members_lost=lambda: MembersLost("rank 1 is lost", 1),
     )
 
     def broken():
@@ -121,3 +123,37 @@ def test_a_long_wait_is_published_while_it_lasts(monkeypatch):
         thread.join()
     assert thread.ident not in long_waits
     assert wait.waited_for_arrival == wait.waited_so_far() > 0.05
+
+
+class Seen:
+    """What a wait asks, in order: who is dead, and who is missing. Members end as on one host."""
+
+    aborted = False
+
+    def __init__(self, dead, missing):
+        self.asked, self._dead, self._missing = [], dead, missing
+        self.mesh = Mesh(0, {}, None, None, 1, confirms=False)
+        self.mesh.members_lost = lambda: MembersLost("ranks died", 1)
+
+    def dead(self):
+        self.asked.append("dead")
+        return frozenset(self._dead.pop(0) if len(self._dead) > 1 else self._dead[0])
+
+    def missing(self):
+        self.asked.append("missing")
+        return self._missing.pop(0) if len(self._missing) > 1 else self._missing[0]
+
+    def check(self, communicator, missing, what):
+        pass
+
+
+def test_a_wait_gives_up_only_when_all_that_are_missing_are_dead_and_looks_for_the_dead_first():
+    seen = Seen(dead=[{1}, {1}, {1, 2}], missing=[[1, 3], [1, 3], [1]])
+    with pytest.raises(MembersLost, match="ranks died"):
+        Wait("test", seen).until(lambda: False, seen.missing, lambda: "barrier()")
+    assert seen.asked == ["dead", "missing"] * 3
+
+
+def test_a_rank_that_arrived_before_it_died_is_not_missing():
+    seen = Seen(dead=[{1}], missing=[[2]])
+    Wait("test", seen).until(lambda: len(seen.asked) > 6, seen.missing, lambda: "barrier()")

@@ -13,8 +13,8 @@ from ring_plugins.core.elastic import state_transfer
 def world(monkeypatch):
     found = SimpleNamespace(world_rank=3, elastic=SimpleNamespace(changes=SimpleNamespace(untold=[])))
     monkeypatch.setattr(state_transfer, "current", lambda: found)
-    monkeypatch.setattr(state_transfer, "untold_changes", lambda: ["a loss"])
-    monkeypatch.setattr(state_transfer, "hear_of", found.elastic.changes.untold.extend)
+    monkeypatch.setattr(state_transfer, "_untold_changes", lambda: ["a loss"])
+    monkeypatch.setattr(state_transfer, "_hear_of", found.elastic.changes.untold.extend)
     return found
 
 

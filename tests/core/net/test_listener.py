@@ -12,7 +12,7 @@ from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.net import acceptor
 from ring_plugins.core.net import listener as listener_module
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import UNIX, Listener, Peer
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_rank_of_another_job_is_rejected(job):
 
 def test_a_wrong_rank_of_the_job_is_rejected(job):
     low, _, other = job(3)
-    low._peers = (low._peers[0], low._peers[2], low._peers[2])
+    low.peers = {0: low.peers[0], 1: low.peers[2], 2: low.peers[2]}
     with pytest.raises(LaunchError, match="is not rank 1 of this job on host2: it does not expect this rank"):
         ask(low, 1, 0)
     assert other.connection(0, 0) is None
@@ -231,3 +231,36 @@ def test_an_unreachable_host_is_named_even_if_the_start_times_out_first(monkeypa
     with pytest.raises(LaunchError, match=r"rank 0 on a cannot reach rank 1 on b at 127.0.0.1:9: no answer in 30 s"):
         low.raise_missing([1])
     low.close()
+
+
+def test_ranks_of_one_host_are_connected_without_a_port():
+    listeners = [Listener(UNIX) for _ in range(2)]
+    peers = [Peer("here", listener.address, listener.port) for listener in listeners]
+    try:
+        for rank, listener in enumerate(listeners):
+            listener.open(rank, peers, "a secret")
+        low, high = ask(listeners[0], 1, 3), ask(listeners[1], 0, 3)
+        assert low.family == socket.AF_UNIX and {one.port for one in listeners} == {0}
+        low.sendall(b"7")
+        high.setblocking(True)
+        assert high.recv(10) == b"7"
+        low.close()
+        high.close()
+        listeners[1].close()
+        with pytest.raises(PeerFailed, match="rank 1 on here does not listen"):
+            ask(listeners[0], 1, 4)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_a_unix_socket_of_another_user_counts_for_nobody(monkeypatch):
+    ours, theirs = Listener(UNIX, patience=0.2), Listener(UNIX)
+    try:
+        ours.open(0, [Peer("here", one.address, 0) for one in (ours, theirs)], "a secret")
+        monkeypatch.setattr(listener_module, "is_same_unix_user", lambda connected: False)
+        with pytest.raises(LaunchError, match="another user's process listens there"):
+            ask(ours, 1, 3)
+    finally:
+        ours.close()
+        theirs.close()

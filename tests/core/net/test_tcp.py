@@ -101,7 +101,7 @@ def test_a_peer_that_closes_in_the_middle_is_named_but_its_data_is_read_first():
 def test_a_host_that_is_lost_before_a_connection_to_it_is_made_is_a_lost_peer():
     """The waits can then go on without it. Without that, the job would end as at a start."""
     with transports(2) as (one, _):
-        one.add(1, Peer("host1", "192.0.2.1", 1))  # to which nothing leads from the loopback interface
+        one.listener.add(1, Peer("host1", "192.0.2.1", 1))  # to which nothing leads from the loopback interface
         with pytest.raises(PeerFailed, match="rank 0 on host0 cannot reach rank 1 on host1") as error:
             finish(one.exchange([(1, data(5, 0))], [], tag=1))
     assert error.value.rank == 1

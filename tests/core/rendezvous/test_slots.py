@@ -100,7 +100,7 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     assert own_slot() is None, "a child of the rank that is a job of its own"
     own_slot.cache_clear()
     monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
-    own = OwnSlot(f"{os.dup(segment.fd)}:2:1")
+    own = OwnSlot.inherited(f"{os.dup(segment.fd)}:2:1")
     own.start()
     assert slots.is_starting(1) and not slots.has_started(1)
     with pytest.raises(LaunchError, match="no rank of this host has been a member"):

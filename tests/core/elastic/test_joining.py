@@ -1,0 +1,98 @@
+"""Processes join a job on several hosts: where members find a loss there, and when a joiner gives up."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.base import progress_line
+from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.control.liveness import Liveness
+from ring_plugins.core.control.mesh_admission import NotAdmitted
+from ring_plugins.core.elastic import joining
+from ring_plugins.core.rendezvous.slots import OwnSlot
+
+JOINER = (9, 1, (4711, 5, 100), "node", "host1", 4711, "host1", "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(("waiting", "where"), [([], []), ([JOINER], ["here"])])
+def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypatch, waiting, where):
+    """If nobody waits, they go on to their next operation: until then, all see the ranks from before."""
+    found = []
+    monkeypatch.setattr(joining, "_waiting_here", lambda world: [])
+    elastic = SimpleNamespace(
+        mesh=SimpleNamespace(pending=[2]), pending=frozenset(), agree_on_members=lambda: found.append("here")
+    )
+    processes = SimpleNamespace(shards=3, taken_slots={0, 2})
+    peers = SimpleNamespace(own=Liveness.create(0))
+    communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
+    world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator, local_peers=peers)
+    monkeypatch.setattr(joining, "current", lambda: world)
+    assert joining.admit("here", lost=True, added=False) == ()
+    assert found == where
+
+
+def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch):
+    """Its supervisor starts another process then, which has another number."""
+
+    def is_rejected(*_):
+        raise NotAdmitted("it is lost")
+
+    candidate = SimpleNamespace(is_lost=True, withdraw=lambda view: None)
+    monkeypatch.setattr(joining, "Candidate", lambda rank, listener: candidate)
+    monkeypatch.setattr(joining, "_wait_for_invitation", lambda *_: (1, {}))
+    monkeypatch.setattr(joining, "_join_at", is_rejected)
+    world = SimpleNamespace(
+        world_rank=9,
+        shard=(1, 3),
+        own_slot=SimpleNamespace(wait_to_join=lambda rank, address: None),
+        listener=SimpleNamespace(address="127.0.0.1", port=1),
+        local_peers=SimpleNamespace(own=SimpleNamespace(address=(1, 2, 3), announce=lambda text: None)),
+        processes=SimpleNamespace(entries={9: SimpleNamespace(host="host1", domain="host1")}),
+    )
+    monkeypatch.setattr(joining, "current", lambda: world)
+    with pytest.raises(PeerFailed, match=r"this process \(process \d+ on host1\).* for 6 s, and count it"):
+        joining.join("here", "let it join")
+
+
+class Caller:
+    """A `Candidate` that nobody calls."""
+
+    def called(self):
+        return None
+
+
+def test_it_says_what_it_waits_for_and_waits_until_no_member_is_left(monkeypatch):
+    """It begins to say so after some seconds."""
+    monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.0)
+    said, found = [], []
+    monkeypatch.setattr(progress_line.logger, "info", said.append)
+    memory, member = np.zeros(OwnSlot.nbytes(2), np.uint8), Liveness.create(0)
+    monkeypatch.setattr(Liveness, "has_died", lambda one: False)  # this process has the lock
+    OwnSlot(memory, 0, has_supervisor=False).take_part(0, member.address)
+    world: Any = SimpleNamespace(
+        own_slot=OwnSlot(memory, 1, has_supervisor=False), elastic=SimpleNamespace(is_added=False), shard=(1, 2)
+    )
+    wait = lambda: found.append(joining._wait_for_invitation(world, Caller(), "finish the epoch"))  # noqa: E731
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not said and thread.is_alive():
+        time.sleep(0.01)
+    assert "takes the place of rank 1, waits for rank 0 to finish the epoch, after 0 s." in said[0]
+    assert not found
+    member.leave()
+    thread.join(20)
+    assert found == [None]
+
+
+def test_it_says_for_whom_it_waits_and_what_they_have_to_do():
+    members, until = [Liveness.create(rank) for rank in (0, 2)], "call TrainingState.commit()"
+    assert joining._what_it_waits_for(members, until) == "ranks 0, 2 to call TrainingState.commit()"
+    with members[0].ready_to_admit():
+        assert joining._what_it_waits_for(members, until) == "rank 2 to call TrainingState.commit(), as rank 0 has"
+        with members[1].ready_to_admit():
+            assert joining._what_it_waits_for(members, until) == "ranks 0, 2 to let it join"
+    assert joining._what_it_waits_for([], until) == "the other ranks to call TrainingState.commit()"
