@@ -28,8 +28,8 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitial
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
-from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
+from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
@@ -314,7 +314,7 @@ class World:
         ranks: Sequence[int] | None = None,
         gather: Gather | None = None,
         check_gather: Callable[[], object] = lambda: None,
-        executor: SerialExecutor | None = None,
+        executor: PairExecutor | None = None,
     ) -> Communicator:
         """A new communicator, whose operations have an order of their own; all members call this.
 

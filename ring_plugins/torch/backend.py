@@ -15,7 +15,7 @@ from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError, PeerFailed, RingError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.rendezvous.tcp import register_store_provider
@@ -133,13 +133,13 @@ class _Connections:
         gather = self._gather(name)
         return self._world.new_device_communicator(f"process group {name}", index, streams(index), self._ranks, gather)
 
-    def executor(self, ends: Ends) -> SerialExecutor:
+    def executor(self, ends: Ends) -> PairExecutor:
         name = self._name_of(ends)
         if not self._world.is_mine():
             raise RingError(f"{name}: this process was forked from a rank; messages are for the ranks themselves.")
-        return SerialExecutor(name, Wait(name, self._world.failure_detector), callers_run=ends.tag is None)
+        return PairExecutor(name, Wait(name, self._world.failure_detector), callers_run=ends.tag is None)
 
-    def connect(self, ends: Ends, index: int | None, executor: SerialExecutor) -> Communicator[Any]:
+    def connect(self, ends: Ends, index: int | None, executor: PairExecutor) -> Communicator[Any]:
         name, members = self._name_of(ends), (self._ranks[ends.sender], self._ranks[ends.receiver])
         position, rounds, store = int(ends.receiver == self._rank), itertools.count(), PrefixStore(name, self._store)
         failure = StoredFailure(store, self._secret, self._world.failure_detector)

@@ -30,7 +30,7 @@ import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
-from ring_plugins.core.collectives.executor import SerialExecutor
+from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu
@@ -59,10 +59,10 @@ class Ends(NamedTuple):
 class Opener(Protocol):
     """Makes what a channel consists of."""
 
-    def executor(self, ends: Ends) -> SerialExecutor:
+    def executor(self, ends: Ends) -> PairExecutor:
         """A new executor, on whose thread the channel connects."""
 
-    def connect(self, ends: Ends, index: int | None, executor: SerialExecutor) -> Any:
+    def connect(self, ends: Ends, index: int | None, executor: PairExecutor) -> Any:
         """The communicator, in which the sender has rank 0; called by both ends.
 
         Args:
@@ -179,7 +179,7 @@ class _Channel:
         connect: makes the communicator.
     """
 
-    def __init__(self, executor: SerialExecutor, index: int | None, connect: Callable[[], Any]) -> None:
+    def __init__(self, executor: PairExecutor, index: int | None, connect: Callable[[], Any]) -> None:
         self._executor, self._index, self._connect = executor, index, connect
         self._communicator: Any = None
 

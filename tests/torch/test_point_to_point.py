@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, RingError
-from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.torch import point_to_point
 from ring_plugins.torch.point_to_point import PointToPoint
@@ -67,7 +67,7 @@ class Side:
 
     def executor(self, ends):
         name = f"group, {ends.sender} to {ends.receiver}"
-        return SerialExecutor(name, Wait(name, self.pair.detector), callers_run=True)
+        return PairExecutor(name, Wait(name, self.pair.detector), callers_run=True)
 
     def connect(self, ends, index, executor):
         def gather(item):
@@ -225,7 +225,7 @@ def test_a_message_between_gpus_is_moved_on_its_ranks_gpu(gpu):
 
     class Gpus:
         def executor(self, ends):
-            return SerialExecutor(f"{tuple(ends)}", Wait("a channel", None))
+            return PairExecutor(f"{tuple(ends)}", Wait("a channel", None), callers_run=False)
 
         def connect(self, ends, index, executor):
             moved.append((tuple(ends), index, list(gpu.nccl.current_devices)))

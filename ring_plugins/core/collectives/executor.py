@@ -40,7 +40,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import (
@@ -70,8 +70,6 @@ from ring_plugins.core.trace.steps import steps
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
-    from ring_plugins.core.control.failure_detector import FailureDetector
-
     Ts = TypeVarTuple("Ts")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,7 +90,6 @@ class SerialExecutor:
         wait: waits for other ranks on behalf of the operations.
         members: told when this member is interrupted.
         recovery: what follows when members are lost.
-        callers_run: whether a caller that waits for the only work under way runs it itself if the thread has not begun.
 
     Attributes:
         statistics: what was executed so far.
@@ -101,18 +98,11 @@ class SerialExecutor:
         members, wait: as given.
     """
 
-    def __init__(
-        self,
-        name: str,
-        wait: Wait,
-        members: Members | None = None,
-        recovery: Recovery | None = None,
-        callers_run: bool = False,
-    ) -> None:
+    def __init__(self, name: str, wait: Wait, members: Members | None = None, recovery: Recovery | None = None) -> None:
         self.statistics = Statistics()
         self.failure = wait.failure = FailureState(name)
         self._name, self.wait, self.members = name, wait, members
-        self._callers_run, self._lock = callers_run, threading.RLock()
+        self._lock = threading.RLock()
         self._is_running = False
         self.goes_on_after_mismatch = False
         self._recovery = recovery or END
@@ -182,16 +172,6 @@ class SerialExecutor:
             if recorder.on:
                 self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result
-
-    def connect(self, key: int, failure_detector: FailureDetector | None, members: Members) -> None:
-        """Run the operations of a communicator from now on, whose members have met on this executor's thread.
-
-        Args:
-            key, failure_detector: as for `Wait`.
-            members: told when this member is interrupted.
-        """
-        self.members = members
-        self.wait.renew(self._name, key, failure_detector)
 
     def renumber(self, number: int) -> None:
         """Give the next operation this number, since members that have given one up have not all finished equally many.
@@ -345,15 +325,7 @@ class SerialExecutor:
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
         """Wait for a work in the caller's thread."""
-        thread = self._thread
         with self._blocking(work.description):
-            if self._callers_run and thread is not None and thread.is_next(work):
-                with self._lock:
-                    self._synchronous_thread, self._synchronous = threading.get_ident(), work.description
-                    try:
-                        work.run()
-                    finally:
-                        self._synchronous_thread, self._synchronous = 0, ""
             wait_for_event(work.finished)
 
     @contextlib.contextmanager
@@ -396,23 +368,6 @@ class SerialExecutor:
             return None
         ended = ended if ended >= began else 0.0
         return Activity(self._name, fingerprint.text, self.wait.part_of, began, ended, self.statistics.operations)
-
-    def meet(
-        self, have_come: Callable[[], bool], missing: Callable[[], Sequence[int]], nap: Callable[[float], None]
-    ) -> None:
-        """Wait, in a work of this executor's thread, until members have come that `connect` needs.
-
-        Args:
-            have_come, missing, nap: as for `Wait.until`.
-        """
-        work = self._thread.current if self._thread is not None else None
-        what = f"{self._name}: {self._synchronous or (work.description if work is not None else '')}"
-        self.wait.until(have_come, missing, lambda: what, arrival=True, nap=nap, spin=0.0)
-
-    def finish(self, seconds: float) -> None:
-        """Return when nothing is queued or under way, after `seconds` at the latest."""
-        if self._thread is not None:
-            self._thread.wait_until_idle(seconds)
 
     def close(self) -> None:
         """End the thread once its queue is empty; further calls raise."""

@@ -34,6 +34,7 @@ from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
 from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
 from ring_plugins.core.collectives.host_groups import VIEW_SHIFT, HostGroups, Member
+from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
@@ -83,7 +84,7 @@ class HostCommunicator:
         failure_detector: FailureDetector | None,
         transport: Transport | None,
         check_gather: Callable[[], object] = lambda: None,
-        executor: SerialExecutor | None = None,
+        executor: PairExecutor | None = None,
         recovery: JobRecovery | None = None,
     ) -> None:
         segment = create_segment() if is_available() else None
@@ -94,15 +95,14 @@ class HostCommunicator:
         key = members[0].tag
         wait = Wait(name, failure_detector, key) if executor is None else executor.wait
         self.groups = HostGroups(name, rank, members, wait, failure_detector, transport, recovery)
-        if executor is None:
-            executor = SerialExecutor(name, wait, self.groups, self._recovery)
-        else:
+        if executor is not None:
             executor.connect(key, failure_detector, self.groups)
+        self._wait = wait
+        self._executor: SerialExecutor = executor or SerialExecutor(name, wait, self.groups, self._recovery)
         if recovery is not None and self._recovery is not None:
-            recovery.watch(executor, self._recovery)
+            recovery.watch(self._executor, self._recovery)
         wait.number = wait.entered = -1  # until all members have made it
         wait.check_construction = check_gather
-        self._wait, self._executor = wait, executor
         self._follow(failure_detector)
         self.statistics = self._executor.statistics
         try:
