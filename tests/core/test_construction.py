@@ -54,7 +54,7 @@ def attempt(construct):
 
 """
 
-INIT = "at(host.HostCommunicator, '_connect'); attempt(lambda: (ring.init(), ring.barrier()))"
+INIT = "at(host.HostGroups, 'connect'); attempt(lambda: (ring.init(), ring.barrier()))"
 INIT_EARLIER = "at(world.World, '_watch_local_peers', once_gone=True); attempt(ring.init)"
 WORLD = "ring.init(); at({}); attempt(lambda: world.current().new_communicator('x').barrier())"
 AVERAGER = """
@@ -80,7 +80,7 @@ CASES = {
         "rank 1 was interrupted in the construction of x",
     ),
     "while connecting": (
-        WORLD.format("host.HostCommunicator, '_connect'"),
+        WORLD.format("host.HostGroups, 'connect'"),
         "x: rank 1 was interrupted in its construction by TimeIsUp|ring: rank 1 was interrupted in the construction",
     ),
     "an averager's buckets": (
