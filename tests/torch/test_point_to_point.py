@@ -40,7 +40,7 @@ class Detector:
     def exit_status(self, rank):
         return 0
 
-    def lost(self):
+    def dead(self):
         return frozenset()
 
     def check(self, communicator, missing, what):
