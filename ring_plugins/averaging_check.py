@@ -123,10 +123,10 @@ class _Watch:
         operations = {activity.communicator: activity.number for activity in world.activities()}
         others = {name: number for name, number in operations.items() if name not in _PUBLIC}
         if self._averages:
-            if others == self._before:
+            if others == self._before and self._moved < self._size:  # else the script averages weights by itself
                 self._is_over = True
                 self._warn(world, _LATER_STEPS)
-            self._before = others
+            self._before, self._moved = others, 0
             return
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._size = max(self._size, sum(p.numel() for p in trained))

@@ -122,6 +122,15 @@ def test_what_trains_alone_after_steps_with_averages_is_told_once(watched):
     assert "no gradient has been averaged in 100 steps" in warning
 
 
+def test_scripts_that_average_weights_by_themselves_after_steps_with_averages_are_left_alone(watched):
+    warnings = watched(job := Job())
+    steps(50, job)
+    for _ in range(12):
+        steps(20)
+        job.exchanges(torch.ones(1))
+    assert warnings == []
+
+
 def test_accelerate_may_have_connected_the_ranks_and_train_alone(watched, monkeypatch):
     monkeypatch.setattr(averaging_check, "_is_connected_otherwise", lambda: True)
     processes = 1

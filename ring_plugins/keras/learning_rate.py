@@ -645,7 +645,7 @@ def warn_of_steps(model: Any, epoch: int, steps: int | None) -> None:
         return
     for one in filter(has_schedule, updating_optimizers(optimizer)):
         found, expected = int(keras.ops.convert_to_numpy(one._iterations)), epoch * steps
-        if found != expected:
+        if found not in (0, expected):  # a new optimizer begins with 0 on one process, too
             logger.warning(
                 f"the learning rate's {type(one._learning_rate).__name__} goes on at step {found}, and epoch "
                 f"{epoch + 1} of this fit() begins with step {expected}, at {steps} steps an epoch: the optimizer has "

@@ -68,7 +68,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if isinstance(averaged, str) or not all(isinstance(name, str) for name in averaged):
             raise ArgumentError(f"averaged={averaged!r} must be a list of names of metrics.")
         self.averaged = tuple(averaged)
-        self._warned: set[str] = set()
+        self._warned, self._known = set[str](), set[str]()
         self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._communicator: Communicator | None = None
@@ -143,7 +143,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         assert self._communicator is not None
         synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
         metrics = _flat(self._model.metrics)
-        self._check_names({metric.name for metric in metrics} | set(logs if isinstance(logs, dict) else ()))
+        self._known |= {metric.name for metric in metrics} | set(logs if isinstance(logs, dict) else ())
+        self._check_names(self._known)
         averaged, starting_alike = self._averaged(metrics)
         self._warn(averaged)
         begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}

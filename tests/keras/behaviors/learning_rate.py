@@ -82,9 +82,9 @@ def wrong_arguments() -> Any:
 
 @behavior
 def resumed_schedules() -> Any:
-    """What is said of schedules that go on in epoch 3 of 4 steps each, after as many steps and after twice as many."""
+    """What is said of schedules that go on in epoch 3 of 4 steps each, after as many steps, twice as many and none."""
     said = []
-    for steps in (8, 16):
+    for steps in (8, 16, 0):
         model = dense(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)))
         model.optimizer.iterations.assign(steps)
         with logged() as lines:

@@ -54,11 +54,16 @@ def arguments_of_fit_that_differ() -> Any:
     given = {"validation_data": (x, y)} if ring.rank() == 0 else {}
     averaging = [MetricAverageCallback(), BroadcastCallback()]
     unknown = [MetricAverageCallback(averaged=["val_loss"]), BroadcastCallback()]
+    of_train_step = [MetricAverageCallback(averaged=["extra"]), BroadcastCallback()]
+    returning = dense(momentum())
+    step = returning.train_step
+    vars(returning)["train_step"] = lambda data: {**step(data), "extra": 1.0}
     found = {
         "epochs": error_of(lambda: fit(model, [BroadcastCallback()], epochs=1 + ring.rank())),
         "validation": error_of(lambda: fit(model, averaging, **given)),
         "without metrics": error_of(lambda: fit(model, [BroadcastCallback()], **given)),
         "name": error_of(lambda: fit(model, unknown)),
+        "name of train_step": error_of(lambda: fit(returning, of_train_step, validation_data=(x, y))),
     }
     model = dense(keras.optimizers.SGD(float("nan")))
     return {**found, "NaN": error_of(lambda: fit(model, [BroadcastCallback()]))}
