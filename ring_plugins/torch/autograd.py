@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from ring_plugins.core.control.wait import hindrances
+from ring_plugins.torch import changes
 from ring_plugins.torch.ownership import is_claimed
 
 
@@ -45,6 +46,29 @@ _RAISED = (
 )
 
 
+class Averager(Protocol):
+    """What a `Backward` tells of its end; a `GradientAverager`."""
+
+    def launch_rest(self) -> None:
+        """Launch what is left at the end of a backward, without waiting."""
+
+    def end_backward(self) -> None:
+        """Launch what `launch_rest` has not, and wait for everything."""
+
+
+class Counter(Protocol):
+    """What counts gradients in a backward; `GradientHooks`."""
+
+    def stop_counting(self) -> None:
+        """Note that a backward has ended or raised; called at any moment, and perhaps twice."""
+
+
+#: Number of the calling thread's innermost backward, -1 outside of one.
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+#: The node of the graph that the calling thread works on: none in a callback, unless the backward runs inside another.
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
 class Backward:
     """The backward, if any, in which an averager has seen gradients.
 
@@ -60,9 +84,8 @@ class Backward:
 
     Args:
         order: place among all averagers of this process.
-        launch: launches what is left at the end of a backward, without waiting; held weakly.
-        finish: called after that; held weakly.
-        over: called when a backward has ended or raised, at any moment and perhaps twice; held weakly.
+        averager: held weakly.
+        counter: its hooks.
 
     Attributes:
         callback: weak reference to the callback that autograd holds; returns None outside of a backward.
@@ -70,12 +93,9 @@ class Backward:
         is_nested: whether the last backward contained others; True before the first, which might.
     """
 
-    def __init__(
-        self, order: int, launch: Callable[[], None], finish: Callable[[], None], over: Callable[[], None]
-    ) -> None:
-        self.order = order
-        self._launch, self._finish, self._over = map(weakref.WeakMethod, (launch, finish, over))
-        self.callback: Callable[[], _EndOfBackward | None] = _no_callback
+    def __init__(self, order: int, averager: Averager, counter: Counter) -> None:
+        self.order, self.averager, self._counter = order, weakref.ref(averager), counter
+        self.callback: weakref.ref[_EndOfBackward] = no_callback
         self.task = -1
         self.is_nested = True
 
@@ -87,7 +107,7 @@ class Backward:
     @property
     def has_raised(self) -> bool:
         """Whether a backward began and did not come to its end."""
-        return self.callback is not _no_callback and not self.is_running
+        return self.callback is not no_callback and not self.is_running
 
     def begin(self) -> None:
         """Ask autograd for a callback at the end; called inside a backward, at its first gradient."""
@@ -111,47 +131,20 @@ class Backward:
 
     def end(self) -> None:
         """Note that the end has been handled."""
-        self._end_as(_no_callback)
+        self._end_as(no_callback)
 
     def note_raised(self, callback: _EndOfBackward) -> None:
         """Note that the backward of this callback raised; the error's traceback may keep the callback alive."""
         if self.callback() is callback:
             self._end_as(_raised)
 
-    def _end_as(self, callback: Callable[[], None]) -> None:
+    def _end_as(self, callback: weakref.ref[_EndOfBackward]) -> None:
         self.callback = callback
         if callback is _raised:
             hindrances[self] = _RAISED
         elif hindrances:
             hindrances.pop(self, None)
-        if (over := self._over()) is not None:
-            over()
-
-    def launch(self) -> None:
-        """Call `launch`, if its object still exists."""
-        if (launch := self._launch()) is not None:
-            launch()
-
-    def finish(self) -> None:
-        """Call `finish`, if its object still exists."""
-        if (finish := self._finish()) is not None:
-            finish()
-
-
-def _no_callback() -> None:
-    """In place of a callback before the first backward, and after one that ended."""
-    return
-
-
-def _raised() -> None:
-    """In place of the callback of a backward that raised."""
-    return
-
-
-#: Number of the calling thread's innermost backward, -1 outside of one.
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-#: The node of the graph that the calling thread works on: none in a callback, unless the backward runs inside another.
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
+        self._counter.stop_counting()
 
 
 class _EndOfBackward:
@@ -174,23 +167,28 @@ class _EndOfBackward:
         if self.backward.callback() is not self:
             return  # another averager's callback has already ended this one
         try:
-            self._end_or_go_on()
+            if (node := _current_node()) is not None:
+                self._end_or_go_on(node)
+            elif len(_pending) > 1:
+                _end_together(self.task)
+            elif (averager := self.backward.averager()) is not None:
+                averager.end_backward()
         except BaseException:
             self.backward.note_raised(self)
             raise
 
-    def _end_or_go_on(self) -> None:
-        node = _current_node()
-        if node is None:
-            _end_together(self.task)
-            return
-        # This was an inner backward. The one around it goes on with one of these nodes, or has nothing left to do.
+    def _end_or_go_on(self, node: Any) -> None:
+        """After an inner backward: the one around it goes on with one of the next nodes, or has nothing left to do."""
         self.backward.is_nested = True
         following = [function for function, _ in node.next_functions if function is not None]
         if not following:
             _end_together(self.task)
         self._prehooks += [function.register_prehook(lambda *_: self.request()) for function in following]
 
+
+#: In place of a callback before the first backward and after one that ended, and after one that raised. Each refers to
+#: an object that is gone, so calling it returns None.
+no_callback, _raised = (weakref.ref(_EndOfBackward.__new__(_EndOfBackward)) for _ in range(2))
 
 #: Of all threads: a process may run backwards in several. Going through a WeakSet takes more calls.
 _pending: set[weakref.ref[_EndOfBackward]] = set()
@@ -205,11 +203,11 @@ def _end_together(task: int) -> None:
     ending = [c for c in callbacks if c.task == task and c.backward.callback() is c]
     ending.sort(key=lambda callback: callback.backward.order)
     errors: list[BaseException] = []
-    together = (Backward.launch, Backward.finish)
-    for step in together if len(ending) > 1 else (Backward.finish,):
+    for launches in (True, False) if len(ending) > 1 else (False,):
         for callback in list(ending):
             try:
-                step(callback.backward)
+                if (averager := callback.backward.averager()) is not None:
+                    averager.launch_rest() if launches else averager.end_backward()
             except BaseException as error:
                 errors.append(error)
                 ending.remove(callback)
@@ -262,6 +260,7 @@ _replaced: dict[int, Replaced] = {}  # by identity
 def _note_registration(module: nn.Module, name: str, value: Any) -> None:
     global _registrations
     _registrations += 1
+    changes.note()
     before = vars(module).get("_parameters", {}).get(name)
     before = vars(module).get("_modules", {}).get(name) if before is None else before
     if before is value or (before is None and not _replaced):

@@ -25,8 +25,8 @@ from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
-from ring_plugins.core.world import current
-from ring_plugins.observe.drift import membership_changes
+from ring_plugins.core.world import current, is_initialized
+from ring_plugins.torch import changes
 from ring_plugins.torch.autograd import are_some_replaced, registrations, replaced
 from ring_plugins.torch.compared_options import ComparedOptions, listed
 from ring_plugins.torch.device import TorchStreams, is_capturing
@@ -70,6 +70,7 @@ class BucketSets:
         options: of the optimizers that use the averages.
         sizes: of all buckets.
         kept: by which parameters are trained.
+        seen: by position which were not frozen when `current` looked.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class BucketSets:
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
-        own = weakref.WeakMethod(self._trained_checksums)  # or the model would stay until a garbage collection
-        self.weights = WeightsInStep(lambda: method() if (method := own()) else ([], []))
-        self.options = ComparedOptions(membership_changes, weights=self.weights)
+        own = weakref.ref(self)  # or the model would stay until a garbage collection
+        self.weights = WeightsInStep(lambda: sets.trained_checksums() if (sets := own()) else ([], []))
+        job = current().elastic if is_initialized() and current().recovers else None
+        self.options = ComparedOptions(job, weights=self.weights)
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}
+        self.seen: _Trained = ()
         self._order = ArrivalOrder()
         self._seen_registrations = 0
         self._held: _Trained = ()
@@ -112,7 +115,7 @@ class BucketSets:
         """The (name, parameter) pairs of the model as it is now."""
         return named_parameters(self._model)
 
-    def _trained_checksums(self) -> tuple[list[str], list[int]]:
+    def trained_checksums(self) -> tuple[list[str], list[int]]:
         """Names and checksums of the weights that were ever trained here, as far as an optimizer has them."""
         return parameter_checksums(self.options.uses((name, p) for name, p in self.named if self.claim.has(p)))
 
@@ -122,6 +125,7 @@ class BucketSets:
 
     def take_parameters(self) -> None:
         """Drop all buckets, and put hooks on the parameters that the model has now."""
+        changes.note()
         self._hooks.remove()
         self.drop_all()
         self._seen_registrations = registrations()
@@ -140,12 +144,23 @@ class BucketSets:
         """Let what is trained now take part in passes, frozen or not, until `let_go`: it has gradients of its own."""
         trained = tuple(map(_requires_grad, self.parameters))
         if self._held != trained:
+            changes.note()
             self._held_sets.add(trained)
             self._held = tuple(map(operator.or_, trained, self._held)) if self._held else trained
 
     def let_go(self) -> None:
         """Let frozen parameters take no part again: all gradients are averages, or gone."""
         self._held, self._held_sets = (), set()
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether `current` would return the same buckets again while no change is noted and `seen` is what it was."""
+        return not (self._is_contested or self._held or are_some_replaced() or self._hooks.arrivals is not None)
+
+    @property
+    def are_frozen_alike(self) -> bool:
+        """Whether the same parameters are frozen as when `current` looked."""
+        return self.seen == tuple(map(_requires_grad, self.parameters))
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
@@ -172,7 +187,7 @@ class BucketSets:
             RingError: another averager that is in use has some of the parameters.
         """
         self._take_registered()
-        trained = tuple(map(_requires_grad, self.parameters))
+        self.seen = trained = tuple(map(_requires_grad, self.parameters))
         if self._held and self._held != trained:
             trained = tuple(map(operator.or_, trained, self._held))
         buckets = self.kept.get(trained)  # looked up once: it may be thousands of parameters
@@ -256,21 +271,16 @@ class BucketSets:
             error.args = (text,)  # what has been told to other ranks about it stays
             raise
 
-    @contextlib.contextmanager
-    def turns_named(self, buckets: GradientBuckets) -> Iterator[None]:
-        """Say in a `MismatchError` of a pass what this rank trains, if the parts of the model take turns."""
-        try:
-            yield
-        except MismatchError as error:
-            if len(self.kept) > 1 and buckets.trained:
-                first, more = buckets.trained[0], len(buckets.trained) - 1
-                text = (
-                    f"{error} This rank trains {first}{f' and {more} more' if more else ''} in this step, and has "
-                    "trained other parameters before. Freeze and unfreeze (requires_grad) the same parameters on all "
-                    "ranks, between the same two steps."
-                )
-                error.args = (text,)
-            raise
+    def name_turns(self, error: MismatchError, buckets: GradientBuckets) -> None:
+        """Say in the error of a pass what this rank trains, if the parts of the model take turns."""
+        if len(self.kept) > 1 and buckets.trained:
+            first, more = buckets.trained[0], len(buckets.trained) - 1
+            text = (
+                f"{error} This rank trains {first}{f' and {more} more' if more else ''} in this step, and has "
+                "trained other parameters before. Freeze and unfreeze (requires_grad) the same parameters on all "
+                "ranks, between the same two steps."
+            )
+            error.args = (text,)
 
     def settle_ownership(self) -> None:
         """Take over from older averagers of these parameters if they are gone on all ranks; collective then.
@@ -316,6 +326,7 @@ class BucketSets:
             self._drop(trained)
 
     def _drop(self, trained: _Trained) -> None:
+        changes.note()
         buckets = self.kept.pop(trained)
         self._waited_before += buckets.reducer.waited
         self._bytes_before += buckets.reducer.reduced_bytes

@@ -33,7 +33,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -85,11 +85,18 @@ class ComparedPlace:
 common_place = ComparedPlace()
 
 
+class _Job(Protocol):
+    """What counts the changes of a job's ranks; a `core.elastic.members.Elastic`."""
+
+    @property
+    def view(self) -> int: ...
+
+
 class ComparedOptions:
     """The options of the optimizers that use one averager's gradients. Without any, the numbers are zeros.
 
     Args:
-        view: returns how often the ranks of the job have changed.
+        job: counts how often its ranks have changed; None if they never do.
         place: compared, too.
         weights: compared, too, where that is due.
 
@@ -99,15 +106,16 @@ class ComparedOptions:
 
     def __init__(
         self,
-        view: Callable[[], int] = lambda: 0,
+        job: _Job | None = None,
         place: ComparedPlace = common_place,
         weights: WeightsInStep | None = None,
     ) -> None:
         self.updates = 0
         self.weights = weights
         self.place, self._seen_checksum = place, place.checksum
-        self._current_view, self._view = view, view()
+        self._job, self._view = job, 0 if job is None else job.view
         self._groups: Groups | None = None
+        self._given: list[Any] | None = []
         self._values: list[Any] = []
         self._compared_weights: int | None = None  # with all options; None if this pass does not compare them
         self._checksum = 0
@@ -145,23 +153,19 @@ class ComparedOptions:
         """
         if self._groups is None and self.place.checksum is None and trained is None:
             return self._nothing
-        if self._view != (view := self._current_view()):  # ranks that have joined begin to count
+        if self._job is not None and self._view != (view := self._job.view):  # ranks that have joined begin to count
             self._view, self.updates = view, 0
             if self.weights is not None:
                 self.weights.count(0)
-        weights = None if self.weights is None else self.weights.number()
-        if weights is not None:
-            weights = zlib.crc32(repr(self._fixed()).encode(), weights)
+        weights = None
+        if self.weights is not None and (self.weights.is_due or not self.weights.passes):
+            weights = self.weights.number()
+            if weights is not None:
+                weights = zlib.crc32(repr(self._fixed()).encode(), weights)
         self._compared_weights = weights
-        groups = self.groups
-        values = [tuple([_plain(group.get(name)) for name in _NAMES]) for group in groups]
-        if values != self._values:
-            self._values = values
-            with np.errstate(over="ignore"):
-                rounded = np.array(_flat(values, []), np.float32)
-            rounded[np.isnan(rounded)] = np.nan  # there are several, which only their bits tell apart
-            self._checksum = zlib.crc32(rounded.tobytes())
-            self._numbers = {}
+        given = [group.get(name) for group in self._groups() for name in _NAMES] if self._groups is not None else []
+        if given != self._given:
+            self._take(given)
         if self._seen_checksum != self.place.checksum:
             self._seen_checksum, self._numbers = self.place.checksum, {}
         count = self.updates % _COUNTED
@@ -175,12 +179,24 @@ class ComparedOptions:
                 self._numbers[count, trained] = numbers
         return numbers
 
-    def differ(self, shares: Sequence[float]) -> bool:
-        """Note that a pass has compared these, and return whether ranks differ; see the function below."""
+    def _take(self, given: list[Any]) -> None:
+        """Compute the checksum of these values of options, if they are not the same numbers as before."""
+        #: Those whose values cannot change in place, so that equal ones need no other look.
+        self._given = given if all(map(_is_fixed, given)) else None
+        values = [tuple(map(_plain, given[i : i + len(_NAMES)])) for i in range(0, len(given), len(_NAMES))]
+        if values != self._values:
+            self._values = values
+            with np.errstate(over="ignore"):
+                rounded = np.array(_flat(values, []), np.float32)
+            rounded[np.isnan(rounded)] = np.nan  # there are several, which only their bits tell apart
+            self._checksum = zlib.crc32(rounded.tobytes())
+            self._numbers = {}
+
+    def note_compared(self) -> None:
+        """Note that a pass has compared these."""
         self.place.is_compared = True
         if self.weights is not None:
             self.weights.count(self.weights.passes + 1)
-        return differ(shares)
 
     def raise_difference(self, communicator: Communicator[Any], trained: Sequence[str] = (), noted: str = "") -> None:
         """Raise on all ranks, because they differ; not if only weights did, and are equal by now. Collective.
@@ -402,6 +418,11 @@ def groups_of(optimizer: Optimizer) -> Groups:
     """The parameter groups of an optimizer, which this does not keep alive."""
     reference = weakref.ref(optimizer)
     return lambda: () if (found := reference()) is None else found.param_groups
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether the value of an option stays what it is: a number, None, or a tuple of such."""
+    return value is None or isinstance(value, (float, int)) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def _plain(value: Any) -> Any:

@@ -83,6 +83,26 @@ class Outcome(NamedTuple):
     members_change: bool = False
 
 
+class _Others(NamedTuple):
+    """Gradients of a bucket that are handled one by one.
+
+    Attributes:
+        moved, source: entries and gradients that are moved into the bucket.
+        direct: what is reduced where it is.
+        absent: places of gradients that this rank does not have.
+    """
+
+    moved: list[int]
+    source: list[torch.Tensor]
+    direct: list[torch.Tensor]
+    absent: list[int]
+
+
+_NO_OTHERS = _Others([], [], [], [])
+#: The outcome of most passes.
+_ORDINARY = Outcome(0.0, [])
+
+
 class GradientBuckets:
     """The buckets of one set of parameters that are not frozen, and their reducer.
 
@@ -101,7 +121,8 @@ class GradientBuckets:
 
     Attributes:
         reducer: launches the buckets.
-        entries: by position in `named` the entry of the plan, -1 for parameters that the reducer does not know.
+        entries, bucket_of: by position in `named` the entry of the plan, and its bucket; -1 for parameters that the
+            reducer does not know.
         parameters, names: by entry.
         trained: names of the set's parameters, sparse ones too.
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
@@ -129,7 +150,7 @@ class GradientBuckets:
         options: ComparedOptions | None = None,
         is_trained: Sequence[bool] | None = None,
     ) -> None:
-        self._options = options or ComparedOptions()
+        self._options, self._gathers_sparse = options or ComparedOptions(), gathers_sparse
         # Where ranks may be lost, buckets stay as they are: making others is what no loss may interrupt.
         self._recovers = communicator.recovers
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
@@ -178,7 +199,6 @@ class GradientBuckets:
         self._small = [_Small(bucket, self.parameters, self.views) for bucket in self.plan.buckets]
         #: Entries found to have sparse gradients in this pass.
         self._found_sparse: set[int] = set()
-        self._gathers_sparse = gathers_sparse
         self._usual_tails = [torch.ones_like(tail) for tail in self._tails]
         flags = len(self.plan.buckets[-1].entries)
         self._control, self._usual_control = self._tails[-1][flags:], self._usual_tails[-1][flags:].zero_()
@@ -196,6 +216,7 @@ class GradientBuckets:
             holds_last=True,
             overlap=overlap,
         )
+        self.bucket_of = [-1 if entry < 0 else self.reducer.bucket_of(entry) for entry in self.entries]
         self._saved = SavedGradients(self.reducer.kept) if self.reducer.kept is not None else None
         self._held = HeldGradients(self.plan.buckets, self._tensors, self.parameters, self.views)
 
@@ -222,11 +243,6 @@ class GradientBuckets:
         """Whether buckets made in this order of positions would be the same."""
         return self.plan.fills_as(self._entries_of(order))
 
-    def bucket_at(self, position: int) -> int:
-        """The bucket of the parameter at this place in `named`; -1 for those that the reducer does not know."""
-        entry = self.entries[position]
-        return -1 if entry < 0 else self.reducer.bucket_of(entry)
-
     @property
     def _any_rank_has_it(self) -> float:
         """Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it."""
@@ -244,16 +260,43 @@ class GradientBuckets:
         """
         if self._streams is not None:
             self._streams.catch_up()
-        to: list[torch.Tensor] = []
-        source: list[torch.Tensor] = []
-        moved: list[int] = []
-        zero_flags: list[int] = []
-        direct: list[torch.Tensor] = []
-        small = self._small_of(bucket)
+        small = self._small[bucket.index]
+        if small.has_moved():
+            small = self._renewed(bucket)
         gradients = small.gradients()
         if gradients != []:
             self._held.keep(bucket, small.entries, small.views, small.references)
-        for place, i in small.others if gradients is not None else enumerate(bucket.entries):
+        others = small.others if gradients is not None else list(enumerate(bucket.entries))
+        moved, source, direct, absent = self._sorted(others) if others else _NO_OTHERS
+        if gradients or source:
+            self._held.note(small.entries if gradients else moved, gradients or source)
+        to = [view for i in moved if (view := self.views[i]) is not None] if moved else []
+        with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
+            if gradients:
+                small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
+            if to:
+                torch._foreach_copy_(to, source)
+            if self._scale != 1.0:
+                self._scale_down(bucket, direct)
+            self._write_tail(bucket)
+            for place in absent:
+                self._flags[bucket.index][place] = 0
+        if moved:
+            self._check_unchanged(*moved)
+            for i in moved:
+                self.parameters[i].grad = self.views[i]
+        if not direct and self._saved is None and self._half is None:
+            return []
+        return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
+
+    def _sorted(self, others: list[tuple[int, int]]) -> _Others:
+        """What becomes of those gradients of a bucket that are not all new, dense and small.
+
+        Args:
+            others: pairs of place in the bucket and entry.
+        """
+        found = _Others([], [], [], [])
+        for place, i in others:
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
             if gradient is view and view is not None:
@@ -261,41 +304,25 @@ class GradientBuckets:
             if gradient is not None and gradient.is_sparse:
                 gradient = self._densified(i, gradient)
             if gradient is None:
-                zero_flags.append(place)
+                found.absent.append(place)
                 zeros = memory_like(parameter).zero_() if view is None else view.zero_()
                 self._absent[i] = zeros
                 if view is None:
-                    direct.append(zeros)
+                    found.direct.append(zeros)
             elif view is not None:
-                to.append(view)
-                source.append(gradient)
-                moved.append(i)
+                found.moved.append(i)
+                found.source.append(gradient)
             else:
-                direct.append(self._direct(i, gradient))
-        gradient = None  # or it would seem to be held
-        self._held.note(small.entries if gradients else moved, gradients or source)
-        with torch.inference_mode():  # takes a third less than `no_grad` for small tensors
-            small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
-            if to:
-                torch._foreach_copy_(to, source)
-            self._scale_down(bucket, direct)
-            self._write_tail(bucket)
-            for place in zero_flags:
-                self._flags[bucket.index][place] = 0
-        self._check_unchanged(*moved)
-        for i in moved:
-            self.parameters[i].grad = self.views[i]
-        return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
+                found.direct.append(self._direct(i, gradient))
+        return found
 
-    def _small_of(self, bucket: Bucket) -> _Small:
-        """The gradients that live in a bucket, with new views if a script has given `p.grad.data` other memory."""
-        small = self._small[bucket.index]
-        if small.has_moved():
-            for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
-                if i not in bucket.direct:
-                    self._check_unchanged(i)  # `model.half()` converts gradients in this way, too
-                    self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
-            small = self._small[bucket.index] = _Small(bucket, self.parameters, self.views)
+    def _renewed(self, bucket: Bucket) -> _Small:
+        """The gradients that live in a bucket, with new views, since a script has given `p.grad.data` other memory."""
+        for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
+            if i not in bucket.direct:
+                self._check_unchanged(i)  # `model.half()` converts gradients in this way, too
+                self.views[i] = _view_of(self._tensors[bucket.index], offset, self.parameters[i])
+        small = self._small[bucket.index] = _Small(bucket, self.parameters, self.views)
         return small
 
     def _direct(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -337,18 +364,22 @@ class GradientBuckets:
         return [*self._saved.memories(bucket, direct, self.parameters, self._absent, memory_of)]
 
     def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
-        """Divide a bucket that was just filled by the number of ranks, if its reduction does not."""
-        if self._scale != 1.0:
-            if bucket.flags:
-                self._gradients[bucket.index].mul_(self._scale)
-            for gradient in direct:
-                gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
+        """Divide a bucket that was just filled by the number of ranks, since its reduction does not."""
+        if bucket.flags:
+            self._gradients[bucket.index].mul_(self._scale)
+        for gradient in direct:
+            gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
 
     def _write_tail(self, bucket: Bucket) -> None:
         """Write the flags of a bucket, as if no gradient were missing, and the control numbers of the last one."""
         is_last = bucket.index == len(self.plan.buckets) - 1
-        if is_last:
-            self._write_options()
+        if is_last and not (self._streams is not None and is_capturing()):
+            if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
+                self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
+            trained = zlib.crc32(self.noted.encode(), self._trained_checksum) if self.noted else self._trained_checksum
+            options = self._options.update(trained)
+            if options is not self._written_options:
+                self._write_options(options)
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         if is_last:
             if self._is_failing:
@@ -360,14 +391,7 @@ class GradientBuckets:
             if self.wants_change:
                 self._control[_CHANGE] = 1
 
-    def _write_options(self) -> None:
-        if self._streams is not None and is_capturing():
-            return
-        if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
-            self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
-        options = self._options.update(zlib.crc32(self.noted.encode(), self._trained_checksum))
-        if options is self._written_options:
-            return
+    def _write_options(self, options: Array) -> None:
         self._written_options = options
         known = self._option_tensors.get(id(options))
         if known is None or known[0] is not options:
@@ -425,7 +449,11 @@ class GradientBuckets:
                 self._half.unpack()
         finally:
             self._held.give_back(self._absent)
-        failed, any_sparse, has_others, members_change, *options = self._read_control(at_once)
+        told = self._read_control(at_once)
+        if told is _NOTHING_TOLD and not self._sparse and not self._absent:
+            self._options.note_compared()
+            return _ORDINARY
+        failed, any_sparse, has_others, members_change, *options = told
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -436,7 +464,8 @@ class GradientBuckets:
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
-        return Outcome(0.0, sparse, has_others > 0, self._options.differ(options), members_change > 0)
+        self._options.note_compared()
+        return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
@@ -606,15 +635,13 @@ class _Small:
             return None
         return gradients
 
-    def take(self, gradients: list[torch.Tensor] | None, explain: Callable[[], None]) -> None:
-        """Move what `gradients` returned into the bucket, if there is anything; called without recording gradients.
+    def take(self, gradients: list[torch.Tensor], explain: Callable[[], None]) -> None:
+        """Move what `gradients` returned into the bucket; called without recording gradients.
 
         Args:
             gradients: see above.
             explain: raises a better error than torch if the gradients do not fit any more.
         """
-        if not gradients:
-            return
         try:
             torch._foreach_copy_(self.views, gradients)
             collections.deque(map(setattr, self._parameters, itertools.repeat("grad"), self.views), maxlen=0)

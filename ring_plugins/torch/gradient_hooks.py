@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,34 +31,37 @@ from ring_plugins.torch.own_gradients import forget_dropped
 _UNCOUNTED = 1 << 62
 
 
+class Averager(Protocol):
+    """What hooks call; a `GradientAverager`."""
+
+    def gradient_came(self, group: Group, parameter: torch.Tensor) -> None:
+        """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
+
+    def before_forward(self) -> None:
+        """Look what has changed before the forward of the module."""
+
+
 class GradientHooks:
     """The hooks of one averager.
 
     It refers to neither the model nor its parameters, so that what waits for the averager's end may hold it.
 
     Args:
-        count_ended: called with a group and a parameter at the first gradient of a backward, the last one of a group,
-            and any that came after it; a bound method, held weakly.
-        before_forward: called before the forward of a module; a bound method, held weakly.
+        averager: held weakly.
         streams: those of the GPU on which gradients are computed; None on the host.
 
     Attributes:
+        groups: that are in use.
         arrivals: `id` of each parameter whose gradient has come in this pass, while their order is being learned; else
             None. A change counts from the next `put`.
     """
 
-    def __init__(
-        self,
-        count_ended: Callable[[Group, torch.Tensor], None],
-        before_forward: Callable[[], None],
-        streams: TorchStreams | None,
-    ) -> None:
-        self._count_ended, self._before_forward = weakref.WeakMethod(count_ended), weakref.WeakMethod(before_forward)
-        self._streams = streams
+    def __init__(self, averager: Averager, streams: TorchStreams | None) -> None:
+        self._averager, self._streams = weakref.ref(averager), streams
         self.arrivals: list[int] | None = None
         self._handles: list[Any] = []  # but those of groups
         self._handles_of_groups: list[Any] = []
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
 
     def put(
         self, parameters: Sequence[nn.Parameter], kept: Collection[GradientBuckets], module: nn.Module | None
@@ -75,21 +78,21 @@ class GradientHooks:
             retire(parameter)
         together: dict[tuple[int, ...], list[int]] = {}
         for position in range(len(parameters)):
-            key = tuple(buckets.bucket_at(position) for buckets in kept)
+            key = tuple(buckets.bucket_of[position] for buckets in kept)
             together.setdefault(key, []).append(position)
         for positions in together.values():
             if self._streams is None:
-                group = Group(self._count_ended, positions)
+                group = Group(self._averager, positions)
             else:
-                group = _GroupOnGpu(self._count_ended, positions, self._streams.note)
-            self._groups.append(group)
+                group = _GroupOnGpu(self._averager, positions, self._streams)
+            self.groups.append(group)
             for position in positions:
                 self._handles_of_groups += when_accumulated(parameters[position], group)
         if (arrivals := self.arrivals) is not None:
             for parameter in parameters:
                 self._handles += when_accumulated(parameter, lambda parameter: arrivals.append(id(parameter)))
         if module is not None:
-            self._handles.append(module.register_forward_pre_hook(_BeforeForward(self._before_forward)))
+            self._handles.append(module.register_forward_pre_hook(_BeforeForward(self._averager)))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -97,11 +100,11 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self._handles_of_groups.clear()
-        self._groups.clear()
+        self.groups.clear()
 
     def leave_behind(self, call: Callable[[torch.Tensor], None]) -> None:
         """From now on, call a function with every parameter that gets a gradient: the averager is gone."""
-        groups, handles = self._groups.copy(), self._handles_of_groups.copy()
+        groups, handles = self.groups.copy(), self._handles_of_groups.copy()
         self._handles_of_groups.clear()
         self.remove()
         for group in groups if handles else ():
@@ -109,7 +112,7 @@ class GradientHooks:
 
     def fit(self, buckets: GradientBuckets) -> bool:
         """Whether the parameters of each group are in one of these buckets."""
-        return all(len({buckets.bucket_at(i) for i in group.positions}) <= 1 for group in self._groups)
+        return all(len({buckets.bucket_of[i] for i in group.positions}) <= 1 for group in self.groups)
 
     def start_counting(self, buckets: GradientBuckets, counts: bool) -> None:
         """Begin a pass.
@@ -118,22 +121,18 @@ class GradientHooks:
             buckets: those of the pass.
             counts: whether to look when all gradients of a group have come.
         """
-        for group in self._groups:
-            group.bucket = buckets.bucket_at(group.positions[0])
+        for group in self.groups:
+            group.bucket = buckets.bucket_of[group.positions[0]]
             group.left = len(group.positions) if counts and group.bucket >= 0 else _UNCOUNTED
 
     def stop_counting(self) -> None:
         """Look at the next gradient, which is the first one of a backward."""
-        for group in self._groups:
+        for group in self.groups:
             group.left = 0
-
-    def has(self, group: Group) -> bool:
-        """Whether this group is still in use; not if hooks were put anew since."""
-        return group in self._groups
 
     def group_at(self, position: int) -> Group:
         """The group of the parameter at this position."""
-        return next(group for group in self._groups if position in group.positions)
+        return next(group for group in self.groups if position in group.positions)
 
 
 def retire(parameter: torch.Tensor) -> None:
@@ -154,7 +153,7 @@ class Group:
     then holds the buckets back, or raises at the gradient that comes after its bucket has left.
 
     Args:
-        count_ended: returns what to call, or None.
+        averager: a weak reference.
         positions: of the parameters.
 
     Attributes:
@@ -163,12 +162,10 @@ class Group:
         when_dropped: called with a parameter that gets a gradient when the averager is gone.
     """
 
-    __slots__ = ("_count_ended", "bucket", "left", "positions", "when_dropped")
+    __slots__ = ("_averager", "bucket", "left", "positions", "when_dropped")
 
-    def __init__(
-        self, count_ended: Callable[[], Callable[[Group, torch.Tensor], None] | None], positions: Sequence[int]
-    ) -> None:
-        self._count_ended, self.positions = count_ended, tuple(positions)
+    def __init__(self, averager: Callable[[], Averager | None], positions: Sequence[int]) -> None:
+        self._averager, self.positions = averager, tuple(positions)
         self.left, self.bucket = 0, -1
         self.when_dropped: Callable[[torch.Tensor], None] | None = None
 
@@ -176,8 +173,8 @@ class Group:
         self.left = left = self.left - 1
         if left > 0:
             return
-        if (count_ended := self._count_ended()) is not None:
-            count_ended(self, parameter)
+        if (averager := self._averager()) is not None:
+            averager.gradient_came(self, parameter)
         elif self.when_dropped is not None:
             self.when_dropped(parameter)
 
@@ -185,31 +182,28 @@ class Group:
 class _GroupOnGpu(Group):
     """As `Group`; also notes the stream of every gradient."""
 
-    __slots__ = ("_note",)
+    __slots__ = ("_streams",)
 
     def __init__(
-        self,
-        count_ended: Callable[[], Callable[[Group, torch.Tensor], None] | None],
-        positions: Sequence[int],
-        note: Callable[[], None],
+        self, averager: Callable[[], Averager | None], positions: Sequence[int], streams: TorchStreams
     ) -> None:
-        super().__init__(count_ended, positions)
-        self._note = note
+        super().__init__(averager, positions)
+        self._streams = streams
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._note()
+        self._streams.note()
         super().__call__(parameter)
 
 
 class _BeforeForward:
-    """Calls an averager's method before the module's forward; a copy of the module has no averager."""
+    """Tells an averager of the module's forward; a copy of the module has no averager."""
 
-    def __init__(self, before_forward: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
-        self._before_forward = before_forward
+    def __init__(self, averager: Callable[[], Averager | None] = lambda: None) -> None:
+        self._averager = averager
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if (before_forward := self._before_forward()) is not None:
-            before_forward()
+        if (averager := self._averager()) is not None:
+            averager.before_forward()
 
     def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
         return _BeforeForward, ()

@@ -35,7 +35,8 @@ from ring_plugins.core.gradients.trials import (
     tuning_is_wanted,
 )
 from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap, is_initialized
-from ring_plugins.torch.autograd import Backward, current_task
+from ring_plugins.torch import changes
+from ring_plugins.torch.autograd import Backward, current_task, no_callback
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
 from ring_plugins.torch.compared_options import Groups, check_equal_options
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
@@ -146,7 +147,7 @@ class GradientAverager:
         self._accumulates = False
         self._synchronizes, self._has_told_of_graphs = True, False
         self._own = OwnGradients()
-        self._hooks = GradientHooks(self._count_ended, self._before_forward, self._streams)
+        self._hooks = GradientHooks(self, self._streams)
         self._sets = BucketSets(
             *(model, self._communicator, self._hooks, self._streams, sizes, codec),
             gathers_sparse=sparse == "gather",
@@ -156,7 +157,8 @@ class GradientAverager:
         self._finalizer = weakref.finalize(self, _discard, self._hooks, kept, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         self._skipping = SkippedSteps(self._communicator)
-        self._backward = Backward(next(_order), self._launch_rest, self._backward_ended, self._hooks.stop_counting)
+        self._backward = Backward(next(_order), self, self._hooks)
+        self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed.
         self.is_closed = False
         self._after_pass: weakref.WeakMethod[Callable[[int], None]] | None = None
@@ -282,7 +284,7 @@ class GradientAverager:
         Raises:
             RingError: another averager that is in use has some of the parameters.
         """
-        if self._buckets is None:
+        if self._buckets is None or self._is_ordinary():
             return False
         if (newer := self._claim.newer()) and (newer := still_there(newer)):
             raise rejection([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
@@ -294,30 +296,48 @@ class GradientAverager:
         An exception in a forward may end a step after some of its `passes_per_step`. They must not count for the next
         one, whose last passes would otherwise add this rank's own gradients to the averages.
         """
-        if not self._backward.is_running:
+        if self._backward.callback is no_callback or not self._backward.is_running:
             self._passes = 0
 
     def forget_gradients(self) -> None:
         """Note that there are no gradients any more."""
         self.begin_step()
-        self._own.clear()
-        self._sets.let_go()
+        if self._own.present:
+            self._own.clear()
+            self._sets.let_go()
+
+    def _is_ordinary(self) -> bool:
+        """Whether everything is as it was when a look found nothing unusual, so that there is no need for another."""
+        return (
+            self._seen == changes.last
+            and self._backward.callback is no_callback
+            and self._buckets is not None
+            and not self._buckets.reducer.is_under_way
+            and self._sets.are_frozen_alike
+        )
 
     def _prepare(self) -> bool:
+        """The look: at all that an ordinary step does not do (see `changes`)."""
+        last = changes.last
         self._check_usable()
         self.abandon()
         buckets = self._sets.current(self.steps)
         changed, self._buckets = buckets is not self._buckets, buckets
         self._sets.settle_ownership()
+        # A GPU tells of other ranks only when it is asked.
+        is_ordinary = self._streams is None and self._skipping.is_ordinary and self._sets.is_ordinary
+        self._seen = last if is_ordinary and not self._claim.newer() else -1
         return changed
 
     # A backward -------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Look what has changed; the module's hook calls this."""
         if (
             torch.is_grad_enabled()
             and self._synchronizes
             and self._buckets is not None
+            and not self._is_ordinary()
             and not self._backward.is_running
             and not self._claim.newer()
         ):
@@ -336,9 +356,12 @@ class GradientAverager:
         Returns:
             Whether this averager takes part; not if a newer one has its parameters.
         """
-        if self._buckets is None or self._claim.newer():
+        if self._buckets is None:
             return False
-        self._prepare()
+        if not self._is_ordinary():
+            if self._claim.newer():
+                return False
+            self._prepare()
         self._own.present = True
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
@@ -360,18 +383,18 @@ class GradientAverager:
         self._hooks.start_counting(self._buckets, counts)
         return True
 
-    def _count_ended(self, group: Group, parameter: torch.Tensor) -> None:
-        """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
+    def gradient_came(self, group: Group, parameter: torch.Tensor) -> None:
+        """Handle the first gradient of a backward, the last one of a group, and any that came after it; for hooks."""
         if not self._synchronizes:
             if self._own.come_in(current_task()):
                 self._sets.hold_trained()
             return
-        if self._backward.callback() is None:
+        if self._backward.callback() is None:  # autograd holds none: this is the first
             if not self._begin():
                 return
             if self._hooks.arrivals is not None:
                 self._hooks.arrivals[:] = [id(parameter)]
-            if not self._hooks.has(group):  # the first gradient found that the model had changed
+            if group not in self._hooks.groups:  # the first gradient found that the model had changed
                 position = next(i for i, p in enumerate(self._sets.parameters) if p is parameter)
                 group = self._hooks.group_at(position)
             group.left -= 1
@@ -389,22 +412,26 @@ class GradientAverager:
             self._backward.is_nested = buckets.reducer.holds = True
         buckets.reducer.mark_some_ready(group.bucket, len(group.positions))
 
-    def _launch_rest(self) -> None:
+    def launch_rest(self) -> None:
+        """Launch what is left at the end of a backward, without waiting; for `Backward`."""
         if self._buckets is not None and not self._accumulates:
             self._buckets.launch_rest()
 
-    def _backward_ended(self) -> None:
+    def end_backward(self) -> None:
+        """Handle the end of a backward; for `Backward`."""
         if self._accumulates:
             self._backward.end()
             self._own.note()
-        else:
-            self.finish()
+        elif self._buckets is not None:
+            if self._seen != changes.last:
+                self._check_usable()
+            self._end_pass(None)
 
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait for everything.
 
-        Autograd calls this at the end of backward. A script calls it only on a rank that ran no backward at all in a
-        step in which others did: the rank then takes part with zeros.
+        The end of backward does. A script calls it only on a rank that ran no backward at all in a step in which others
+        did: the rank then takes part with zeros.
         """
         if self._buckets is None:
             return
@@ -463,8 +490,11 @@ class GradientAverager:
             buckets.wants_change = current().elastic.wants_change
         is_due = self._sets.weights.is_due
         at_once = self._skipping.step is not None or not buckets.is_ordered or is_due
-        with self._sets.turns_named(buckets):
+        try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
+        except MismatchError as error:
+            self._sets.name_turns(error, buckets)
+            raise
         if outcome.failed:
             self._passes = 0
             self._skipping.decide(outcome.failed, failure, self._sets.parameters)
@@ -487,10 +517,8 @@ class GradientAverager:
                 buckets.is_ordered = True
             else:
                 self._sets.learn_order(buckets)
-        if self._tuner is not None and outcome.has_others:
-            self._stop_tuning()
-        elif self._tuner is not None and self._sets.overlap.finished:
-            self._tune(self._tuner)
+        if self._tuner is not None:
+            self._tune(self._tuner, outcome.has_others)
         return outcome.members_change
 
     # A backward that raised ---------------------------------------------------------------------------
@@ -547,7 +575,7 @@ class GradientAverager:
         self._skipping.check_block(exceptions, self._synchronizes)
         self._check_usable()
         step, steps_before = SkippableStep(), self.steps
-        self._skipping.step = step
+        self._skipping.step, self._seen = step, -1
         try:
             yield step
             if self._buckets is not None and self.steps == steps_before and not step.skipped:
@@ -611,16 +639,20 @@ class GradientAverager:
             return None
         return loss.detach().new_full(loss.shape, average) if is_tensor else average
 
-    def _stop_tuning(self) -> None:
-        """Keep the sizes: trying others needs waits of all ranks, which may use their averagers in different orders."""
-        self._tuner = None
-        if self._communicator.rank == 0:
-            logger.warning(
-                f"{self._communicator.name}: bucket sizes are not tuned, since this process has several averagers."
-            )
+    def _tune(self, tuner: BucketTuner, has_others: bool) -> None:
+        """Choose the bucket sizes of the next step while other sizes are being tried.
 
-    def _tune(self, tuner: BucketTuner) -> None:
-        """Choose the bucket sizes of the next step while other sizes are being tried."""
+        Not with several averagers: it needs waits of all ranks, which may use theirs in different orders.
+        """
+        if has_others:
+            self._tuner = None
+            if self._communicator.rank == 0:
+                logger.warning(
+                    f"{self._communicator.name}: bucket sizes are not tuned, since this process has several averagers."
+                )
+            return
+        if not self._sets.overlap.finished:
+            return
         tuner.step_ended(time.perf_counter())
         self._sets.resize(tuner.sizes)
         if tuner.finished:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all
+from ring_plugins.core.world import constructed_by_all, current, is_initialized
 from ring_plugins.observe.drift import FirstComparison, differing_weights, drift_check
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
@@ -134,6 +134,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._is_sharded:  # compares before the first step
             self._first.end()
         self._others = OtherOptimizers()
+        self._recovers = is_initialized() and current().recovers
         self.averager.call_after_pass(self._compare)
         announce_training()
         self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
@@ -225,6 +226,8 @@ class DistributedOptimizer(WrappedOptimizer):
         The averager calls this at the end of a backward, where all ranks are: in `step` one that leaves it out would be
         waited for. It compares on the averager's communicator, since other optimizers may step in other threads.
         """
+        if updates & (updates - 1) and self._first.is_over and not self._recovers:
+            return
         communicator = self.averager.communicator
         found = self._others.compare(updates, self._names, communicator)
         if found and communicator.rank == 0:

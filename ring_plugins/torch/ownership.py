@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import RingError, name_ranks
+from ring_plugins.torch import changes
 
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 _order = itertools.count()
@@ -44,11 +45,13 @@ class Claim:
         _claims.add(self)
         for claim in self.older():
             claim.is_superseded = True
+        changes.note()
 
     def drop(self) -> None:
         """Give all parameters up."""
         self._names.clear()
         _claims.discard(self)
+        changes.note()
 
     def has(self, parameter: Any) -> bool:
         """Whether it is to this parameter, too."""

@@ -18,6 +18,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.world import current
+from ring_plugins.torch import changes
 
 
 class SkippableStep:
@@ -55,6 +56,11 @@ class SkippedSteps:
         self.step: SkippableStep | None = None
         self.count = 0
         self._broken: RingError | None = None
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether `check` passes, and no block runs."""
+        return self._broken is None and self.step is None
 
     def check(self) -> None:
         """Raise if averaging is broken, or if the step that is running has been skipped."""
@@ -136,4 +142,5 @@ class SkippedSteps:
             "job, or wrap each step in `with optimizer.skip_step_on(...)` on all ranks, so that all skip it. To go on, "
             "close() this averager and build a new one on all ranks."
         )
+        changes.note()
         raise self._broken

@@ -46,17 +46,17 @@ class Averager:
 
     def __init__(self, log, order=0):
         self.log, self.name, self.ended = log, f"averager {order}", 0
-        self.backward = Backward(order, self.launch, self.finish, self.over)
+        self.backward = Backward(order, self, self)
 
-    def launch(self):
+    def launch_rest(self):
         self.log.append(("launch", self.name))
 
-    def finish(self):
+    def end_backward(self):
         assert self.backward.is_running
         self.backward.end()
         self.log.append(("finish", self.name))
 
-    def over(self):
+    def stop_counting(self):
         self.ended += 1
 
     def begin(self, _=None):
@@ -133,7 +133,7 @@ def test_a_backward_that_raised_is_not_running():
     assert backward not in hindrances
 
 
-@pytest.mark.parametrize("method", ["begin", "finish"])
+@pytest.mark.parametrize("method", ["begin", "end_backward"])
 def test_a_backward_that_raised_is_over_even_if_the_error_is_kept(method, monkeypatch):
     # The error's traceback refers to what autograd held, as sys.last_traceback does in a notebook.
     averager = Averager([])
@@ -142,12 +142,12 @@ def test_a_backward_that_raised_is_over_even_if_the_error_is_kept(method, monkey
     with monkeypatch.context() as patches:
         where = (autograd._EndOfBackward, "request") if method == "begin" else (Averager, method)
         patches.setattr(*where, lambda self: 1 / 0)
-        averager.backward = Backward(0, averager.launch, averager.finish, averager.over)
+        averager.backward = Backward(0, averager, averager)
         with pytest.raises(ZeroDivisionError) as kept:
             weight.sum().backward()
     assert averager.backward.has_raised
     assert averager.ended == 1
-    averager.backward = Backward(0, averager.launch, averager.finish, averager.over)
+    averager.backward = Backward(0, averager, averager)
     weight.sum().backward()
     assert averager.log[-1:] == [("finish", "averager 0")]
     assert kept.traceback

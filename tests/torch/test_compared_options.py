@@ -1,6 +1,7 @@
 """Options of optimizers that differ among ranks are found in any precision, by ranks that are threads."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,14 +188,14 @@ def test_rounding_between_hosts_is_no_difference_and_hides_none(hosts, compressi
 
 def test_updates_are_counted_anew_when_ranks_have_joined():
     """A process that takes a lost rank's place has made none of the updates that the others have made."""
-    view = [0]
-    member, joiner = ComparedOptions(lambda: view[0]), ComparedOptions(lambda: view[0])
+    job = SimpleNamespace(view=0)
+    member, joiner = ComparedOptions(job), ComparedOptions(job)
     for options in (member, joiner):
         options.follow(lambda: [{"lr": 0.1}])
     member.update()
     member.updates += 3
     assert differ(shares(member.update(), joiner.update()))
-    view[0] = 1
+    job.view = 1
     assert not differ(shares(member.update(), joiner.update()))
     assert member.updates == 0
 
