@@ -786,6 +786,11 @@ def current() -> World:
     return _world
 
 
+def replaces() -> bool:
+    """As `World.replaces`; False outside of a job, as in `is_joining`."""
+    return _world is not None and _world.replaces
+
+
 def is_joining() -> bool:
     """As `World.is_joining`; False outside of a job, where communicators are of threads of one process."""
     return _world is not None and _world.is_joining

@@ -24,7 +24,7 @@ from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, Fusio
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
-from ring_plugins.core.world import current, has_room_to_overlap
+from ring_plugins.core.world import has_room_to_overlap, replaces
 from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.observe.drift import checksum
 
@@ -93,7 +93,7 @@ class HostBuckets:
         self.plan.check_equal(communicator)
         self._rate: float | None = None
         self._buffer = FusionBuffer(self.plan, communicator)
-        if current().replaces:  # a process that joins has seen none of the steps that "auto" measures
+        if replaces():  # a process that joins has seen none of the steps that "auto" measures
             overlap = chosen_overlap(overlap) is True
         has_room = has_room_to_overlap(threads_in_use())
         chosen = choose_overlap(overlap, has_room, communicator)

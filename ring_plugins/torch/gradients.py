@@ -34,7 +34,14 @@ from ring_plugins.core.gradients.trials import (
     chosen_overlap,
     tuning_is_wanted,
 )
-from ring_plugins.core.world import constructed_by_all, current, has_not_joined, has_room_to_overlap, is_initialized
+from ring_plugins.core.world import (
+    constructed_by_all,
+    current,
+    has_not_joined,
+    has_room_to_overlap,
+    is_initialized,
+    replaces,
+)
 from ring_plugins.torch import changes
 from ring_plugins.torch.autograd import Backward, current_task, no_callback
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
@@ -178,7 +185,7 @@ class GradientAverager:
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
         if self._streams is None:
-            if current().replaces:  # a process that joins has seen none of the steps that "auto" measures
+            if replaces():  # a process that joins has seen none of the steps that "auto" measures
                 overlap = chosen_overlap(overlap) is True
             has_room = has_room_to_overlap(torch.get_num_threads())
             self._sets.overlap = choose_overlap(overlap, has_room, self._communicator)

@@ -29,11 +29,10 @@ def test_no_two_changes_have_one_number_in_any_thread():
     assert changes.last not in set.union(*seen)
 
 
-def on_one_of_two(change):
+def on_two_ranks(change):
     """How often both ranks' averagers look in each of five ordinary steps, and in the one behind a change."""
 
-    def run(communicator):
-        torch.manual_seed(0)
+    def run(rank, communicator):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
         averager = GradientAverager(model, communicator=communicator, overlap=False)
         looks, prepare = [], averager._prepare
@@ -82,6 +81,6 @@ def raise_in_backward(model, averager):
 
 @pytest.mark.parametrize("change", [freeze, register, hold, drop_buckets, raise_in_backward])
 def test_an_ordinary_step_does_not_look_and_one_behind_a_change_does(change):
-    for looks in on_one_of_two(change):
+    for looks in on_two_ranks(change):
         assert looks[:5] == [0] * 5
         assert looks[5] > 0
