@@ -27,7 +27,6 @@ from ring_plugins.core.base.errors import (
     StepSkipped,
     TimeoutExceeded,
 )
-from ring_plugins.core.elastic.changes import MembershipChange
 from ring_plugins.core.functions import (
     all_gather,
     all_gather_object,
@@ -45,6 +44,7 @@ from ring_plugins.core.functions import (
     reduce_scatter,
     size,
 )
+from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run

@@ -2,7 +2,7 @@
 
 import time
 
-from ring_plugins.core.elastic.join_descriptors import joiners_here
+from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.core.world import current
 
 

@@ -12,7 +12,7 @@ from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.consensus import Consensus
-from ring_plugins.core.elastic import joining
+from ring_plugins.core.joining import join as joining
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.world import current
 

@@ -16,11 +16,13 @@ LAYERS = [
     {"control"},
     {"rendezvous", "collectives"},
     {"gradients", "gpu", "observe"},
-    {"world", "functions", "exit_hooks", "processes", "elastic"},
+    {"members", "exit_hooks"},
+    {"world"},
+    {"functions", "joining"},
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-#: Rooms of the lowest layer and files of the highest may import each other.
-OPEN_LAYERS = (0, len(LAYERS) - 1)
+#: Rooms of the lowest layer may import each other.
+OPEN_LAYERS = (0,)
 PLUGINS = ("torch", "lightning", "keras", "horovod")
 FRAMEWORKS = (*PLUGINS, "tensorflow", "jax")
 

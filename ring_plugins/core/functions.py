@@ -25,7 +25,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
-from ring_plugins.core.elastic.changes import MembershipChange
+from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import current
 
 C = TypeVar("C", bound=Callable[[MembershipChange], object])

@@ -4,7 +4,7 @@
 where it is and how to detect its failure. From that follow which ranks share memory, the control channel to rank 0,
 the failure detector, and the monitor thread with its services. The first communicator, of all ranks, comes last.
 
-Who the ranks are is kept in processes.py, and how they change while the job runs in elastic/.
+Who the ranks are, and how they change while the job runs, is kept in members/.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic.members import Elastic
-from ring_plugins.core.elastic.policy import FailurePolicy, check_policies, check_values, prepare_to_continue
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
@@ -52,11 +50,13 @@ from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.linux.shared_memory import is_available
+from ring_plugins.core.members.members import Elastic
+from ring_plugins.core.members.policy import FailurePolicy, check_policies, check_values, prepare_to_continue
+from ring_plugins.core.members.processes import Entry, Processes
 from ring_plugins.core.net.listener import UNIX, Listener, Peer
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
-from ring_plugins.core.processes import Entry, Processes
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, SlotOwner
@@ -419,7 +419,7 @@ class World:
                 "uses the job, on all ranks; later calls may leave it out."
             )
 
-    # Joining (core/elastic/joining.py) --------------------------------------------------------------------
+    # Joining (core/joining/join.py) --------------------------------------------------------------------
 
     @property
     def local_peers(self) -> LocalPeers:

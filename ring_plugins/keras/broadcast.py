@@ -15,10 +15,10 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.core.elastic.joining import admit, join
-from ring_plugins.core.elastic.root import Root
-from ring_plugins.core.elastic.state_transfer import fails_alone
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
+from ring_plugins.core.joining.join import admit, join
+from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import (
     BUCKET_BYTES,

@@ -19,8 +19,8 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.elastic.joining import admit, checksum_of, if_different, join
-from ring_plugins.core.elastic.state_transfer import check_picklable, fails_alone
+from ring_plugins.core.joining.join import admit, checksum_of, if_different, join
+from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, averaging_optimizers
 from ring_plugins.keras.job import connect

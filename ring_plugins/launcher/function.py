@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.process import cores
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.environment import threads_per_rank
 from ring_plugins.launcher.hosts import parse_hosts, slots

@@ -23,10 +23,10 @@ from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.elastic.join_descriptors import joiners_here
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks

@@ -24,8 +24,8 @@ from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.base.own_python import RING, own_python, search_path
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.environment import search_path_of_user, take_search_path
@@ -165,7 +165,7 @@ def _end_with_driver(driver: DriverConnection, done: threading.Event) -> None:
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     # In a job that goes on without lost ranks, the first is only a preemption notice
-    # (core/elastic/preemption_notice.py).
+    # (core/members/preemption_notice.py).
     while config.LOSSES_TOLERATED.is_set():
         time.sleep(_AGAIN_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -35,8 +35,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.core.elastic.joining import admit, join
-from ring_plugins.core.elastic.state_transfer import fails_alone
+from ring_plugins.core.joining.join import admit, join
+from ring_plugins.core.joining.state_transfer import fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.lightning.loggers import take_versions, versions_of
 from ring_plugins.torch.loaders import divide_anew, from_batch

@@ -22,8 +22,8 @@ import ring_plugins as ring
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.elastic.changes import MembershipChange
 from ring_plugins.core.functions import all_or_none
+from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import current
 from ring_plugins.lightning.environment import set_rank_zero
 from ring_plugins.lightning.joining import MeetingPoint

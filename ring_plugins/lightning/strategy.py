@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ring_plugins.core import world
 from ring_plugins.core.base.arguments import check_calls
-from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.failure import (

@@ -17,9 +17,9 @@ from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.shared_memory import Address, Segment
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import spawn, tcp
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.outcomes import (
@@ -177,7 +177,7 @@ class _RankActor:
         spawn.started_by = tcp.started_by = "ring_plugins.ray.run"
         os.environ.update(environment)
         if config.LOSSES_TOLERATED.is_set():
-            # Ray's own handler would fail the rank; see core/elastic/preemption_notice.py.
+            # Ray's own handler would fail the rank; see core/members/preemption_notice.py.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if size:
             os.environ.update(child_environment(self._segment, rank, size, 0))

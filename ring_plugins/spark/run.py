@@ -23,8 +23,8 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDep
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.elastic.policy import FailurePolicy
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
 from ring_plugins.launcher.outcomes import RankResults, pack_call, results

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import DriftError, MismatchError, name_ranks
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.elastic.joining import checksum_of
+from ring_plugins.core.joining.join import checksum_of
 from ring_plugins.observe.drift import is_check_wanted
 from ring_plugins.torch.drift import WeightsInStep, likely_causes
 
@@ -86,7 +86,7 @@ common_place = ComparedPlace()
 
 
 class _Job(Protocol):
-    """What counts the changes of a job's ranks; a `core.elastic.members.Elastic`."""
+    """What counts the changes of a job's ranks; a `core.members.members.Elastic`."""
 
     @property
     def view(self) -> int: ...

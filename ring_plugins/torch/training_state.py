@@ -1,11 +1,11 @@
 """What a new process needs to go on with a training that other ranks have begun, and where it may join them.
 
-With `on_failure="replace"`, a new process takes the place of a lost rank (elastic/joining.py). It runs the script from
-its first line, comes to the training loop, and needs the weights, the optimizer's state, the schedule, and the place in
-the data. Only the script knows all that, so it lists them once, before the loop, in a `TrainingState`. When a rank is
-lost, the other ranks lose nothing and never go back. So they need not save or restore anything, as Horovod's elastic
-states and torchrun's snapshots do. At the end of a step they say that their state is whole; new processes may join
-there.
+With `on_failure="replace"`, a new process takes the place of a lost rank (core/joining/join.py). It runs the script
+from its first line, comes to the training loop, and needs the weights, the optimizer's state, the schedule, and the
+place in the data. Only the script knows all that, so it lists them once, before the loop, in a `TrainingState`. When a
+rank is lost, the other ranks lose nothing and never go back. So they need not save or restore anything, as Horovod's
+elastic states and torchrun's snapshots do. At the end of a step they say that their state is whole; new processes may
+join there.
 
 Those by which the job grows (`max_ranks`) join where an epoch begins, since all ranks need other samples from then on.
 """
@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.elastic.joining import admit, if_different, join
-from ring_plugins.core.elastic.state_transfer import check_picklable, fails_alone, transfer_state
+from ring_plugins.core.joining.join import admit, if_different, join
+from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone, transfer_state
 from ring_plugins.core.world import current
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.compared_options import common_place, place_error

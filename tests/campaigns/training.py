@@ -17,7 +17,7 @@ import ring_plugins as ring
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.mesh import Mesh
-from ring_plugins.core.elastic.members import Elastic
+from ring_plugins.core.members.members import Elastic
 from ring_plugins.core.rendezvous.spawn import slots
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks

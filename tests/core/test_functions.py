@@ -12,7 +12,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.result_memory import SMALLEST
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.elastic.changes import ChangeCallbacks
+from ring_plugins.core.members.changes import ChangeCallbacks
 
 
 class Doubling(SingleCommunicator):

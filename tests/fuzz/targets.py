@@ -32,8 +32,8 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.mesh_admission import Candidate, NotAdmitted
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
-from ring_plugins.core.elastic import joining
 from ring_plugins.core.gpu import nccl
+from ring_plugins.core.joining import join as joining
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated

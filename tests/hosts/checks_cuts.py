@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 import ring_plugins as ring
-from ring_plugins.core.elastic.joining import admit, join
-from ring_plugins.core.elastic.state_transfer import fails_alone, transfer_state
+from ring_plugins.core.joining.join import admit, join
+from ring_plugins.core.joining.state_transfer import fails_alone, transfer_state
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from tests.joiners import wait_for_joiners

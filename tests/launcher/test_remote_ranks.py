@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher import remote_ranks
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.remote_ranks import RemoteRanks

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher.outcomes import pack_call, results
 from tests.documents import blocks
 from tests.java import java_environment, spark_home

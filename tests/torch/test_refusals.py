@@ -13,8 +13,8 @@ import ring_plugins.horovod.torch as hvd
 import ring_plugins.torch as rt
 from ring_plugins.core import functions
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.elastic import root
-from ring_plugins.core.elastic.changes import ChangeCallbacks
+from ring_plugins.core.joining import root
+from ring_plugins.core.members.changes import ChangeCallbacks
 from ring_plugins.torch import differentiable
 from tests.launch import run_ranks
 

@@ -33,7 +33,7 @@ proposes the value of the highest ballot that a promise reports, or else one of 
 - Two ranks may be silent to each other but not to the leader. It leaves out the higher one of each such pair.
 - A rank that learns of a decision passes it on to all before it does anything else.
 
-**Leaving.** Ranks that are to end (core/elastic/preemption_notice.py) are known from an operation of all. Whoever has
+**Leaving.** Ranks that are to end (core/members/preemption_notice.py) are known from an operation of all. Whoever has
 its result arrives and says so with its promise, those ranks too, and the view that is decided then lacks them. So they
 count in every quorum until they are gone, and a rank that dies at the same moment is lost in the same view. Considered
 and rejected: to drop them without an agreement, since those that have the result already would count with other quorums

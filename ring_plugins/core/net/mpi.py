@@ -219,7 +219,7 @@ class MpiTransport:
         """Do nothing: MPI keeps its connections for other tags."""
 
     def abandon(self, tag: int) -> None:
-        """Raise: jobs that would need it are rejected, see core/elastic/policy.py."""
+        """Raise: jobs that would need it are rejected, see core/members/policy.py."""
         raise RingError("MPI cannot give up transfers that are under way.")
 
     def exchange(

@@ -18,9 +18,9 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.trials import Wanted
+from ring_plugins.core.joining.root import Root
 from ring_plugins.keras.slices import SliceGather, SliceLayout
 
 _KNOWN = ("tensorflow", "torch", "jax")

@@ -21,9 +21,9 @@ from jax.experimental import io_callback
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.gradients.trials import chosen_overlap
+from ring_plugins.core.joining.root import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import Settings, jax_device
 from ring_plugins.keras.backends.jax_ffi import HostCalls

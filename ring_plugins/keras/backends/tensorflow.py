@@ -25,8 +25,8 @@ from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.core.joining.root import Root
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
 from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly

@@ -14,8 +14,8 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.elastic.root import Root
 from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.core.joining.root import Root
 from ring_plugins.keras.backends import Settings
 from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu

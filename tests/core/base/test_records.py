@@ -5,10 +5,10 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.records import read_each, read_port
 from ring_plugins.core.collectives.host import Member
-from ring_plugins.core.elastic.policy import FailurePolicy
+from ring_plugins.core.members.policy import FailurePolicy
+from ring_plugins.core.members.processes import Entry
 from ring_plugins.core.net.network_choice import own_interfaces, read_interfaces
 from ring_plugins.core.net.tcp import open_transport
-from ring_plugins.core.processes import Entry
 from tests.launch import run_ranks
 
 ENTRY = list(Entry.own(None, None, [], FailurePolicy(False, 0), 0))

@@ -14,7 +14,7 @@ from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives import algorithms, butterfly
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.elastic.changes import ChangeCallbacks
+from ring_plugins.core.members.changes import ChangeCallbacks
 from tests.core.collectives.simulated_hosts import Job, simulated_communicators
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]

@@ -40,7 +40,7 @@ def joiner():
 
 
 def admit(mesh, listener, joiner, at=lambda rank, number: None):
-    """A member's part, as core/elastic/joining.py has it; `at` a round it may raise `NotAdmitted`."""
+    """A member's part, as core/joining/join.py has it; `at` a round it may raise `NotAdmitted`."""
     peer = joiner[2]
     listener.add(NEW, Peer(peer.host, peer.address, peer.port))
     admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}

@@ -57,7 +57,8 @@ from ring_plugins.core.control.mesh_admission import (
     begin_together,
 )
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic.join_descriptors import (
+from ring_plugins.core.linux.shared_memory import Address
+from ring_plugins.core.members.join_descriptors import (
     DifferentScript,
     Invitation,
     Renewal,
@@ -65,8 +66,7 @@ from ring_plugins.core.elastic.join_descriptors import (
     joiners_here,
     map_descriptors,
 )
-from ring_plugins.core.elastic.wording import who_joined
-from ring_plugins.core.linux.shared_memory import Address
+from ring_plugins.core.members.wording import who_joined
 from ring_plugins.core.net.listener import Listener, Peer
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
 from ring_plugins.core.world import World, current

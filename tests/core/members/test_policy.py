@@ -7,8 +7,8 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
-from ring_plugins.core.elastic import policy
-from ring_plugins.core.elastic.policy import FailurePolicy, check_policies, prepare_to_continue
+from ring_plugins.core.members import policy
+from ring_plugins.core.members.policy import FailurePolicy, check_policies, prepare_to_continue
 
 CONTINUE = FailurePolicy(True, 1)
 

@@ -27,7 +27,7 @@ from ring_plugins.core.base.errors import ArgumentError, PeerFailed, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.elastic.changes import MembershipChange
+from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import current
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
-from ring_plugins.core.elastic import state_transfer
+from ring_plugins.core.joining import state_transfer
 
 
 @pytest.fixture(autouse=True)

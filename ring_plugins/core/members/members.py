@@ -10,7 +10,7 @@ begin:
 - **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
   wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
   (`pending`).
-- **A process that waits** joins where the script lets it (joining.py).
+- **A process that waits** joins where the script lets it (core/joining/join.py).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ring_plugins.core.control.failure_detector import FailureDetector, Peer
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
-from ring_plugins.core.elastic.join_descriptors import joiners_here
-from ring_plugins.core.elastic.policy import FailurePolicy
-from ring_plugins.core.elastic.preemption_notice import TERMINATED, PreemptionNotice
-from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_left
+from ring_plugins.core.members.changes import ChangeCallbacks, MembershipChange
+from ring_plugins.core.members.join_descriptors import joiners_here
+from ring_plugins.core.members.policy import FailurePolicy
+from ring_plugins.core.members.preemption_notice import TERMINATED, PreemptionNotice
+from ring_plugins.core.members.processes import Processes
+from ring_plugins.core.members.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.observe.leader_failover import LeaderFailover
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.processes import Processes
 from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
 
 
@@ -307,7 +307,7 @@ class Elastic:
         if self.preemption_notice.given and self.slot is not None and self.slot.is_ending:
             self._job.exit_from_job(TERMINATED)
 
-    # Joining (core/elastic/joining.py) --------------------------------------------------------------------
+    # Joining (core/joining/join.py) --------------------------------------------------------------------
 
     def extend(
         self,

@@ -12,7 +12,7 @@ from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh_admission import NotAdmitted
-from ring_plugins.core.elastic import joining
+from ring_plugins.core.joining import join as joining
 from ring_plugins.core.rendezvous.slots import OwnSlot
 
 JOINER = (9, 1, (4711, 5, 100), "node", "host1", 4711, "host1", "127.0.0.1", 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_plugins.core.elastic.changes import ChangeCallbacks, MembershipChange
+from ring_plugins.core.members.changes import ChangeCallbacks, MembershipChange
 
 
 def test_changes_are_told_in_order_and_one_that_comes_meanwhile_after_that():

@@ -1,6 +1,6 @@
 """What is said of a loss, of ranks that leave, and of those that join."""
 
-from ring_plugins.core.elastic.wording import too_few_left, what_was_lost, who_joined, who_left
+from ring_plugins.core.members.wording import too_few_left, what_was_lost, who_joined, who_left
 
 
 def test_one_line_says_which_ranks_died_and_which_cannot_be_reached():
