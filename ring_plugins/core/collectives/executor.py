@@ -31,6 +31,8 @@ here, then tell the members, then wait until the executor's thread has let go of
 **Losses.** The executor's `Recovery` says what follows when members die in an operation. By default (`END`) nothing
 can; recovery.py has that of jobs which go on.
 
+The file is longer than others, since queueing, failure and interruption of one operation are read together.
+
 Considered and rejected: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
 thread, and its futures and worker keep references that delay the release of shared memory.
 """

@@ -4,6 +4,7 @@
 """
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,6 +195,48 @@ def test_a_work_runs_in_the_calling_thread_and_a_function_of_several_operations_
 
     expected = [UNIT] + [UNIT * 2] * 2
     assert on_mortal_ranks(monkeypatch, 3, run) == [expected, expected, None]
+
+
+def test_a_loss_in_the_background_is_taken_over_where_the_script_waits(monkeypatch):
+    def run(rank):
+        one, other = rank.communicator("one"), rank.communicator("other")
+        if rank.rank == 1:
+            rank.dies = dying(rank, 2, "before")
+
+        def averages(before):
+            terms = [memory(rank.rank, 10) for _ in range(3)]
+            works = [one.start("bucket", lambda term=term: one.all_reduce(term, Op.AVERAGE), True) for term in terms]
+            while not all(work.done() for work in works):
+                time.sleep(0.001)
+            assert other.ranks == one.ranks == before
+            one.wait_for(works)
+            return [set(term.array.tolist()) for term in terms]
+
+        with pytest.raises(MembersLost, match="rank 1"):
+            averages((0, 1, 2))
+        assert other.ranks == one.ranks == (0, 2)
+        return averages((0, 2))
+
+    again = [{average([0, 2])}] * 3
+    assert on_mortal_ranks(monkeypatch, 3, run) == [again, None, again]
+
+
+def test_what_was_started_is_given_up_if_the_script_finds_a_loss_elsewhere(monkeypatch):
+    def run(rank):
+        one, other = rank.communicator("one"), rank.communicator("other")
+        if rank.rank == 1:
+            rank.die()
+        term, works = memory(rank.rank, 10), []
+        if rank.rank == 0:  # ahead of rank 2, which starts this behind the barrier
+            works.append(one.start("bucket", lambda: one.all_reduce(term, Op.AVERAGE), True))
+        other.barrier()
+        if rank.rank == 0:
+            with pytest.raises(MembersLost):
+                one.wait_for(works)
+        one.wait_for([one.start("bucket", lambda: one.all_reduce(memory(rank.rank, 10), Op.AVERAGE), True)])
+        return one.ranks
+
+    assert on_mortal_ranks(monkeypatch, 3, run) == [(0, 2), None, (0, 2)]
 
 
 def test_a_second_thread_is_rejected_while_the_first_is_in_a_collective(monkeypatch):

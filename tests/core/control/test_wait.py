@@ -107,6 +107,15 @@ def test_a_wait_without_end_times_out_and_names_the_missing(monkeypatch):
         until(Wait("ring", None), lambda: False, missing=(1, 3))
 
 
+def test_a_wait_that_is_given_up_ends_although_nobody_is_missing_for_good():
+    wait = Wait("test", None)
+    wait.given_up = MembersLost("rank 1 died.", 1)
+    with pytest.raises(MembersLost, match="rank 1 died"):
+        wait.until(lambda: False, lambda: [2], lambda: "a bucket")
+    wait.given_up = None
+    wait.until(lambda: True, lambda: [2], lambda: "a bucket")
+
+
 def test_a_long_wait_is_published_while_it_lasts(monkeypatch):
     monkeypatch.setattr(module, "LONG", 0.05)
     wait, arrived = Wait("ring", None), threading.Event()
