@@ -3,7 +3,8 @@
 Messages between two ranks need it (torch/point_to_point.py): the first message connects them, in the background, since
 the other end may come to it much later. Most scripts wait for a message as soon as they have started it. Handing it to
 the thread and waking up again takes longer than a small message, so a caller that waits for the only one under way runs
-it in its own thread, unless the executor's has begun. On one host, a round trip of 4 bytes took 123 us instead of 318.
+it in its own thread, unless the executor's has begun. On two busy cores, the median round trip of 4 bytes took 330 to
+470 us instead of 420 to 605.
 """
 
 from __future__ import annotations
