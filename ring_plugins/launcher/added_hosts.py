@@ -1,6 +1,6 @@
 """Hosts that are added to a running job: `ring add-ranks --host` names one that has no ranks, or none any more.
 
-The coordinator (several_hosts.py) starts a supervisor there as on any other host. What differs is how its processes
+The coordinator (coordinator.py) starts a supervisor there as on any other host. What differs is how its processes
 find the members of the job, and how these find them:
 
     coordinator                 starts the new host's supervisor, and waits for its "here", which has its versions
@@ -36,8 +36,6 @@ class AddedHosts:
         added_slots: which of them have which slots.
         tell: sends a message, of a kind and with a body, to the supervisor of a host.
         notify: shows one line to the user.
-
-    Attributes:
         start: starts the supervisor of a host, which gets this number in the job; None if that is not possible.
         problems_of: why a host cannot run ranks, given its name and the "report" in its "here"; None if that is not
             known yet.
@@ -49,13 +47,19 @@ class AddedHosts:
         added_slots: AddedSlots,
         tell: Callable[[Host, str, Any], None],
         notify: Callable[[str], None],
+        start: Callable[[str, int], subprocess.Popen[bytes]] | None,
+        problems_of: Callable[[str, Any], list[str] | None],
     ) -> None:
         self._hosts, self._added_slots, self._tell, self._notify = hosts, added_slots, tell, notify
-        self.start: Callable[[str, int], subprocess.Popen[bytes]] | None = None
-        self.problems_of: Callable[[str, Any], list[str] | None] = lambda host, report: []
+        self._start, self._problems_of = start, problems_of
         self._asked: Host | None = None  # for its join info
         self._joiners: list[Any] = []  # as all supervisors know them
         self._is_alone = False  # whether they know that nobody is left who lets others join
+
+    @property
+    def can_add(self) -> bool:
+        """Whether hosts can be added."""
+        return self._start is not None
 
     def rejection(self, name: str, living: Iterable[str]) -> str:
         """Why a host cannot be added, "" if it can.
@@ -64,7 +68,7 @@ class AddedHosts:
             name: of the host.
             living: names of those that the job has.
         """
-        if self.start is None:
+        if self._start is None:
             return f"no: --host {name} is none of the job's hosts: {', '.join(living)}"
         if sum(host.is_added for host in self._hosts) == MOST_ADDED:
             return f"no: --host {name} would be more than {MOST_ADDED} hosts that were added to the job"
@@ -72,11 +76,11 @@ class AddedHosts:
 
     def add(self, name: str) -> int:
         """Add a host for which there is no `rejection`; returns its number."""
-        assert self.start is not None
+        assert self._start is not None
         host, number = Host(name, []), len(self._hosts)
         host.is_added = True
         self._hosts.append(host)
-        host.login = self.start(name, number), time.monotonic()
+        host.login = self._start(name, number), time.monotonic()
         return number
 
     def look_after(self) -> None:
@@ -122,7 +126,7 @@ class AddedHosts:
 
     def _problems(self, host: Host) -> list[str] | None:
         """Why a host cannot run ranks; None if that is not known yet."""
-        return None if host.here is None else self.problems_of(host.name, host.here.get("report"))
+        return None if host.here is None else self._problems_of(host.name, host.here.get("report"))
 
     def _drop_if_it_cannot_begin(self, host: Host) -> None:
         assert host.login is not None

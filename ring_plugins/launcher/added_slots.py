@@ -95,7 +95,8 @@ class AddedSlots:
             return rejection
         given = self._give_out(self._next_ones(number), list(hosts))
         self._publish()
-        told = " and ".join(f"{name_ranks(slots)} on {hosts[host]}" for host, slots in given.items())
+        is_named = self._hosts > 1 or max(given) > 0  # else the job has one host
+        told = " and ".join(name_ranks(slots) + f" on {hosts[host]}" * is_named for host, slots in given.items())
         where = (
             " where an epoch begins" if any(slot not in self._had for slots in given.values() for slot in slots) else ""
         )

@@ -1,31 +1,34 @@
-"""Runs a launch plan: starts mpirun or the ranks, watches them, and ends all of them together."""
+"""Runs a launch plan: by mpirun, or by a coordinator and one supervisor a host, the supervisor of this host among them.
+
+A job of one host is a job of n hosts: its coordinator and its only supervisor are in this process. It needs no login
+and no port.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
-import subprocess
-from collections.abc import Callable, Mapping
-from functools import partial
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.core.control.liveness import MOST_MEMBERS
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control.parent_notifier import ParentNotifier
-from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.slots import Slots
-from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending, silent_end
-from ring_plugins.launcher import mpirun, preflight, several_hosts
-from ring_plugins.launcher.growth import GrowthRequests
+from ring_plugins.launcher import host, mpirun, preflight
+from ring_plugins.launcher.coordinator import Coordinator, Logins
+from ring_plugins.launcher.coordinator_link import HostJob
+from ring_plugins.launcher.host import HostRanks
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lost_host import LostHost
+from ring_plugins.launcher.meeting import AtAnAddress, InMemory, Meeting
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.replacements import Replacements, has_vanished, how_often
-from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
 _DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
@@ -51,19 +54,111 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     Returns:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
-    own = _rendezvous(plan) if plan.mpirun is None and not plan.hosts else None
-    with Supervisor(plan.recovers, own.slots if own is not None else None) as supervisor:
-        if plan.mpirun is not None:
-            status, why = _run_mpirun(plan, supervisor)
-        elif own is None:
-            status, why = several_hosts.run(plan.job, plan.replaces, plan.max_ranks, supervisor, notify)
-        else:
-            status, why = _run_ranks(plan, own, supervisor, notify)
-        if why:
-            notify(why)
-        if supervisor.signalled is not None:
-            notify(f"ended every rank because of {supervisor.signalled.name}.")
+    if plan.mpirun is None:
+        return _run_on_hosts(plan, notify)
+    with Supervisor() as supervisor:
+        return _tell(_run_mpirun(plan, supervisor), supervisor, notify)
+
+
+def _tell(result: tuple[int, str | None], supervisor: Supervisor, notify: Callable[[str], None]) -> int:
+    status, why = result
+    if why:
+        notify(why)
+    if supervisor.signalled is not None:
+        notify(f"ended every rank because of {supervisor.signalled.name}.")
     return status
+
+
+def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
+    """Run a job without mpirun, on this host or on several."""
+    job, ranks = plan.job, iter(range(plan.job.ranks))
+    hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares if plan.hosts]
+    hosts = hosts or [(socket.gethostname(), list(ranks))]
+    here = next((index for index, (name, own) in enumerate(hosts) if own and is_this_host(name)), None)
+    environment = {name: os.environ.get(name) if value is None else value for name, value in job.environment.items()}
+    described = HostJob(
+        addresses=(),
+        port=0,
+        key="",
+        index=here or 0,
+        hosts=len(hosts),
+        ranks=hosts[here][1] if here is not None else (),
+        size=job.ranks,
+        command=job.command,
+        environment={name: value for name, value in environment.items() if value is not None},
+        tag_output=job.tag_output,
+        output_directory=job.output_directory,
+        recovers=plan.recovers,
+        replaces=plan.replaces,
+        most=plan.max_ranks,
+    )
+    own = replace(described, standbys=plan.standbys, relays=bool(plan.hosts), reads_input=not plan.hosts)
+    meeting: Meeting = AtAnAddress(own) if plan.hosts else InMemory(job.ranks, plan.max_ranks)
+    with Supervisor(plan.recovers, meeting.slots) as supervisor, contextlib.ExitStack() as stack:
+        logins = None
+        if plan.hosts:
+            logins = Logins(job, described, supervisor, stack.enter_context(Relay(False, always=True)))
+        coordinator = Coordinator(
+            hosts,
+            supervisor,
+            notify,
+            port=0 if plan.hosts else None,
+            most=plan.max_ranks,
+            min_ranks=config.MIN_RANKS.get(described.environment),
+            takes_requests=plan.replaces,
+            logins=logins,
+        )
+        stack.enter_context(coordinator)
+        for index, (name, ranks_there) in enumerate(hosts):
+            if logins is not None and index != here:
+                logins.start(coordinator, name, index, ranks_there)
+        status = _coordinate(coordinator, None if here is None else own, meeting, supervisor, notify)
+        if logins is not None:
+            logins.leave()
+    return status
+
+
+def _coordinate(
+    coordinator: Coordinator,
+    own: HostJob | None,
+    meeting: Meeting,
+    supervisor: Supervisor,
+    notify: Callable[[str], None],
+) -> int:
+    """Follow a job to its end.
+
+    Args:
+        coordinator: of the job.
+        own: what is to run on this host, if anything is.
+        meeting: of its ranks.
+        supervisor: of them.
+        notify: shows one line to the user.
+    """
+    if own is not None:
+        HostRanks(own, coordinator.connect(own.index), supervisor, meeting).run()
+    return _tell(coordinator.finish(), supervisor, notify)
+
+
+def run_under_launcher() -> int:
+    """Take part in the job that RING_HOST_JOB describes, as the first process of a host that mpirun or srun started."""
+    place = json.loads(os.environ.pop(config.HOST_JOB.name))
+    own = HostJob(**place["job"])
+    try:
+        if own.index:
+            return host.run(own)
+        meeting = AtAnAddress(own)
+        with (
+            Supervisor(recovers=True, slots=meeting.slots) as supervisor,
+            Coordinator(place["hosts"], supervisor, _say, own.port, own.key) as coordinator,
+        ):
+            return _coordinate(coordinator, own, meeting, supervisor, _say)
+    except LaunchError as error:
+        _say(str(error))
+        return 1
+
+
+def _say(text: str) -> None:
+    print(f"ring run: {text}", file=sys.stderr, flush=True)
 
 
 def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
@@ -105,99 +200,3 @@ def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
     hosts = [part.host for part in plan.job.shares if part.ranks and not is_this_host(part.host)]
     is_known = plan.mpirun is not None and plan.mpirun.uses_prrte and not plan.is_local and plan.job.shares
     return OtherHosts(preflight.login(plan.job), hosts, mpirun) if is_known else None
-
-
-def _rendezvous(plan: LaunchPlan) -> SharedMemoryRendezvous:
-    """In which the ranks that this process starts on this host meet, as it sees it."""
-    ranks, most = plan.job.ranks, max(plan.max_ranks, plan.job.ranks)
-    return SharedMemoryRendezvous(Segment.create(SharedMemoryRendezvous.nbytes(ranks, most)), 0, ranks, [], most)
-
-
-def _run_ranks(
-    plan: LaunchPlan, rendezvous: SharedMemoryRendezvous, supervisor: Supervisor, notify: Callable[[str], None]
-) -> tuple[int, str | None]:
-    job, segment, slots = plan.job, rendezvous.segment, rendezvous.slots
-    most = slots.number
-    variables: Mapping[str, str] = {name: value for name, value in job.environment.items() if value is not None}
-    with Relay(job.tag_output, job.output_directory) as relay, contextlib.ExitStack() as stack:
-        inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
-
-        def start(slot: int | None, world_rank: int) -> subprocess.Popen[bytes]:
-            """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
-            is_new = world_rank >= job.ranks
-            was_there = slot is None or slot < len(supervisor.processes)
-            out, err = relay.files(world_rank if slot is None else slot, again=is_new and was_there)
-            joins = {config.JOINS.name: str(world_rank)} if is_new else {}
-            size = max(job.ranks, slots.size_until_joined(slot) if is_new and slot is not None else 0)
-            own = child_environment(segment, slot, size, 0, most)
-            process = supervisor.start(
-                job.command,
-                {**inherited, **variables, **own, **joins},
-                pass_fds=[segment.fd],
-                stdin=None if world_rank == 0 else subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                index=slot if is_new else None,
-                is_standby=slot is None,
-            )
-            if is_new:
-                relay.start()
-            return process
-
-        for rank in range(job.ranks):
-            start(rank, rank)
-        relay.start()
-        unused = iter(range(most, MOST_MEMBERS))
-        standbys = Standbys(supervisor, slots, plan.standbys, unused, partial(start, None), relay.rename)
-        told = notify if plan.replaces else None
-        replacements = Replacements(supervisor, slots, job.ranks, unused, start, told, standbys)
-        supervisor.is_out = replacements.is_out
-        if plan.recovers:  # else it is the last line
-            supervisor.tell_of_memory = lambda rank: notify(f"rank {rank} {supervisor.silent_end(rank)}.")
-        requests = stack.enter_context(GrowthRequests(replacements.add)) if plan.replaces else None
-
-        def find_missing_rank() -> str | None:
-            """A rank that ended before or in init(), where the others wait for it; fills the places of lost ones."""
-            if requests is not None:
-                requests.poll()
-            replacements.tick()
-            rounds = [rendezvous.rounds(rank) for rank in range(job.ranks)]
-            for rank, process in enumerate(supervisor.processes[: job.ranks]):
-                if rounds[rank] < max(rounds) and (code := process.poll()) is not None:
-                    if rendezvous.rounds(rank) == max(rounds):  # it came meanwhile, and ended
-                        continue
-                    return (
-                        f"rank {rank} {silent_end(code) if code < 0 else f'ended ({ending(code)})'} before it "
-                        f"{'completed' if rounds[rank] else 'reached'} ring_plugins.init(), where the others wait for "
-                        f"it{'' if code < 0 else '; its own output says why'}."
-                    )
-            return None
-
-        status, why = supervisor.wait(find_missing_rank)
-    return status, why or _failed_rank(supervisor, slots, replacements)
-
-
-def _failed_rank(supervisor: Supervisor, slots: Slots, replacements: Replacements) -> str | None:
-    """The rank that failed; a killed rank leaves no traceback that would say so."""
-    everyone = range(len(supervisor.processes))
-    left = [rank for rank in everyone if slots.has_left(rank)]
-    codes = [(rank, supervisor.processes[rank].returncode) for rank in everyone if not supervisor.is_out(rank)]
-    failed = [(rank, code) for rank, code in codes if code]
-    dead = [rank for rank in everyone if rank in dict(failed) or has_vanished(supervisor, slots, rank)]
-    filled, late, added = replacements.filled, replacements.late, replacements.added
-    if not (dead or left or filled or late or added) or supervisor.signalled is not None:
-        return None
-    if supervisor.has_succeeded():
-        told = [f"{name_ranks(ranks)} {how}" for ranks, how in ((left, "left"), (dead, "died")) if ranks]
-        told = [*([f"other processes took the place of {how_often(filled)}"] if filled else []), *told]
-        told = [*([f"{name_ranks(added)} joined"] if added else []), *told]
-        added_late = [rank for rank in late if slots.is_new(rank)]
-        empty = [rank for rank in late if rank not in added_late]
-        told += [f"nobody had joined yet in the place of {name_ranks(empty)}"] if empty else []
-        told += [f"{name_ranks(added_late)} had not joined yet"] if added_late else []
-        others = "the other" if left or dead or late else "all"
-        return f"{', '.join(told)}, and {others} {len(codes) - len(failed)} ended normally."
-    if (first := supervisor.first_failure()) is None:
-        return None
-    rank, code = first
-    return f"rank {rank} {supervisor.silent_end(rank)}." if code < 0 else f"rank {rank} ended with {ending(code)}."

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.net.frames import FrameSocket
-from ring_plugins.core.rendezvous.spawn import ending, silent_end
+from ring_plugins.core.rendezvous.spawn import as_status, ending, silent_end
 from ring_plugins.launcher.replacements import how_often
 
-_HOWS = ("", "left", "excluded", "lost", "followed", "late")
+_HOWS = ("", "failed", "followed", "left", "excluded", "lost", "late")
 
 
 class End(NamedTuple):
@@ -25,15 +25,19 @@ class End(NamedTuple):
     Attributes:
         rank: its number.
         code: `returncode` of its process.
-        how: a word of `_HOWS` if that is why it ended (`HostRanks` in host_supervisor.py), else "".
+        how: why it ended, if `code` does not say it. It has "failed", which ends the job, or "followed" another that
+            did. It has "left", was "excluded" since others go on without it, or was "lost" although its `code` is an
+            exit status. Or it was too "late" to join.
+        of_memory: whether it may have been killed since memory had run out.
     """
 
     rank: int
     code: int
     how: str
+    of_memory: bool = False
 
     @classmethod
-    def told(cls, rank: Any, code: Any, how: Any) -> End:
+    def told(cls, rank: Any, code: Any, how: Any, of_memory: Any = False) -> End:
         """As a supervisor tells it.
 
         Raises:
@@ -41,7 +45,13 @@ class End(NamedTuple):
         """
         if type(code) is not int or not -128 < code < 256 or how not in _HOWS:
             raise ValueError(f"{(rank, code, how)} is no end of a rank")
-        return cls(read_ranks([rank])[0], code, how)
+        return cls(read_ranks([rank])[0], code, how, of_memory is True)
+
+    @property
+    def text(self) -> str:
+        """A sentence about it."""
+        how = silent_end(self.code, self.of_memory) if self.code < 0 else f"ended with {ending(self.code)}"
+        return f"rank {self.rank} {how}."
 
 
 def read_ranks(told: Iterable[Any]) -> list[int]:
@@ -62,7 +72,8 @@ class Host:
     Attributes:
         name: of it.
         ranks: that it runs.
-        frames: the connection to its supervisor, None before it has come.
+        frames: the connection to its supervisor, None before it has come, and for one in this process.
+        inbox: messages for a supervisor in this process; None for others.
         here: the first message of its supervisor, None before.
         report: how its ranks ended, None before its supervisor has said so.
         why: why they could not go on.
@@ -78,6 +89,7 @@ class Host:
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.name, self.ranks = name, tuple(ranks)
         self.frames: FrameSocket | None = None
+        self.inbox: list[tuple[str, Any]] | None = None
         self.here: Mapping[str, Any] | None = None
         self.report: list[End] | None = None
         self.why: str | None = None
@@ -87,6 +99,11 @@ class Host:
         self.members, self.joiners = 0, list[Any]()
         self.login: tuple[subprocess.Popen[bytes], float] | None = None
         self.is_lost = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages reach its supervisor."""
+        return not self.is_lost and (self.frames is not None or self.inbox is not None)
 
     @property
     def is_over(self) -> bool:
@@ -104,16 +121,18 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     """
     ends = [end for host in hosts for end in host.report or ()]
     lost = [host for host in hosts if host.report is None and (host.has_begun or not host.is_added)]
-    if why := next((host.why for host in hosts if host.why), None):
-        return 1, why
-    if failed:
-        first = min(failed, key=lambda end: (end.how == "followed", end.code == 1))
-        return first.code, f"rank {first.rank} ended with {ending(first.code)}."
     died = [end for end in ends if (end.code and not end.how) or end.how == "lost"]
+    killed = [end for end in died if end.code]  # rather than ended with status 0, before the others
+    causes = sorted(failed, key=lambda end: (end.how == "followed", end.code == 1)) or killed
+    status = as_status(causes[0].code) if causes else 1
+    if why := next((host.why for host in hosts if host.why), None):
+        return status, why
+    if failed:
+        return status, causes[0].text
     cut = [end.rank for end in ends if end.how == "excluded"]
     left = [end.rank for end in ends if end.how == "left"]
-    well = [end for end in ends if not end.code and end.how not in ("excluded", "late", "lost")]
-    had_not_joined = [end.rank for end in ends if end.how == "late"]
+    well = [end for end in ends if not end.code and end.how in ("", "left")]
+    had_not_joined = sorted(end.rank for end in ends if end.how == "late")
     late, added_late = (
         [rank for rank in had_not_joined if rank < size],
         [rank for rank in had_not_joined if rank >= size],
@@ -122,9 +141,9 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     added = sorted(rank for host in hosts for rank in host.added)
     told = [f"{name_ranks(added)} joined"] if added else []
     told += [f"other processes took the place of {how_often(replaced)}"] if replaced else []
-    told += [f"{name_ranks(left)} left"] if left else []
-    told += [f"{name_ranks([end.rank for end in died])} died"] if died else []
-    told += [f"{name_ranks(cut)} ended as the others could not be reached"] if cut else []
+    told += [f"{name_ranks(sorted(left))} left"] if left else []
+    told += [f"{name_ranks(sorted(end.rank for end in died))} died"] if died else []
+    told += [f"{name_ranks(sorted(cut))} ended as the others could not be reached"] if cut else []
     told += [f"{host.name} was lost{with_ranks(host.ranks)}" for host in lost]
     if well:
         told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
@@ -135,11 +154,8 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     if lost and (cut or not died):
         where = " and ".join(host.name for host in lost)
         return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."
-    killed = [end for end in died if end.code]  # rather than ended with status 0, before the others
-    code = killed[0].code if killed else 1
-    status = code if code > 0 else 128 - code
     if len(died) == 1 and killed:
-        return status, f"rank {died[0].rank} {silent_end(died[0].code)}."
+        return status, died[0].text
     return status, f"{', '.join(told)}, and no rank is left."
 
 

@@ -5,21 +5,18 @@ end does not matter to the job. But a script that fails before it joins would fa
 times an hour at most, and no more once one has found that no process can join in this script. Where there are standbys
 (standbys.py), one of them gets the slot.
 
-A job that may grow has slots that nobody has taken yet. `add` lets processes take them, in order. Until a process has
-joined by such a slot, all behind it wait. So if the slot is given up, those behind it are, too.
+A job that may grow has slots that nobody has taken yet. `follow` lets processes take them, in order. Until a process
+has joined by such a slot, all behind it wait. So if the slot is given up, those behind it are, too.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ring_plugins.core.base.errors import LaunchError, name_ranks
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import ending, silent_end
-from ring_plugins.launcher.growth import rejection
-from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
@@ -33,13 +30,12 @@ class Replacements:
     Args:
         supervisor: has a process for each slot in use.
         slots: in which the processes say whether they take part.
-        size: number of slots that are in use from the start.
+        ranks: of this host's slots at the job's start.
+        first_new: from which number on world ranks are those of processes that were not there then.
         world_ranks: numbers that no process of the job has had.
         start: starts a process for a slot that joins under a world rank.
-        notify: shows one line to the user; None if slots stay empty.
+        notify: shows one line to the user.
         standbys: processes that need not be started first; None if there are none.
-        ranks: on one of several hosts, the ranks of this host's slots at the job's start, and from which number on
-            world ranks are new.
 
     Attributes:
         filled: how often another process has joined in the place of that of a slot, also if it has died again.
@@ -51,26 +47,24 @@ class Replacements:
         self,
         supervisor: Supervisor,
         slots: Slots,
-        size: int,
+        ranks: Sequence[int],
+        first_new: int,
         world_ranks: Iterator[int],
         start: Callable[[int, int], object],
-        notify: Callable[[str], None] | None,
-        standbys: Standbys | None,
-        ranks: tuple[Sequence[int], int] | None = None,
+        notify: Callable[[str], None],
+        standbys: Standbys | None = None,
     ) -> None:
         self._supervisor, self._slots, self._start, self._notify = supervisor, slots, start, notify
         self._world_ranks, self._standbys = world_ranks, standbys
-        self._size = size
-        # What users call the slots, and from which world rank on processes are new.
-        names, self._first_new = ranks or (range(slots.number), size)
-        self.names, self.given_back = list(names), list[int]()
-        self._ranks = self.names[:size]  # world rank of the process of each slot
+        self._size, self._first_new = len(ranks), first_new
+        self.names, self.given_back = list(ranks), list[int]()
+        self._ranks = list(ranks)  # world rank of the process of each slot
         self._times: list[list[float]] = [[] for _ in range(slots.number)]
         self._joined: list[set[int]] = [set() for _ in range(slots.number)]  # world ranks of those that were new
         self._given_up: set[int] = set()
         #: How many slots are to be in use.
-        self._wanted = size
-        self._attempts: dict[int, int] = {}  # of added slots, on one of several hosts
+        self._wanted = len(ranks)
+        self._attempts: dict[int, int] = {}  # of added slots
 
     @property
     def filled(self) -> dict[int, int]:
@@ -88,25 +82,8 @@ class Replacements:
         """Slots whose last process, which was not there from the start, had not joined when it ended."""
         return [slot for slot in range(len(self._ranks)) if self._is_new(slot) and not self._has_joined(slot)]
 
-    def add(self, number: int, host: str | None = None) -> str:
-        """Let so many further processes join, if there are slots for all of them; returns an answer for the user.
-
-        Args:
-            number: how many.
-            host: on which they are to run, if the user has named one.
-        """
-        if host is not None and not is_this_host(host):
-            return f"no: --host {host} is none of the job's hosts: it runs on {socket.gethostname()} alone"
-        most = self._slots.number
-        free = most - self._wanted
-        if no := rejection(number, free, most, self._notify is not None and most > self._size):
-            return no
-        first = self._wanted
-        self._wanted = self._slots.in_use = first + number
-        return f"ok: {name_ranks(list(range(first, self._wanted)))} will join where an epoch begins"
-
     def follow(self, added: Sequence[tuple[int, int]]) -> None:
-        """On one of several hosts, have these slots behind the first ones, and those others by which processes joined.
+        """Have these slots behind the first ones, and those others by which processes joined.
 
         Args:
             added: in ascending order what users call each, and its `AddedSlot.attempt`.
@@ -150,14 +127,14 @@ class Replacements:
             for slot, process in enumerate(self._supervisor.processes):
                 if codes[slot] is None and self._is_new(slot):
                     process.kill()
-        if self._notify is None or is_hopeless or any(map(self._ends_job, range(len(codes)), codes)):
+        if is_hopeless or any(map(self._ends_job, range(len(codes)), codes)):
             return
         for slot, code in enumerate(codes):
             is_open = slot < len(self._ranks) and slot not in self._given_up
             if code is not None and is_open and self._is_lost(slot, code):
-                self._tell_of_silent_end(slot, code, self._notify)
-                self._fill(slot, self._notify)
-        while len(self._ranks) < self._wanted and self._fill(len(self._ranks), self._notify):
+                self._tell_of_silent_end(slot, code)
+                self._fill(slot)
+        while len(self._ranks) < self._wanted and self._fill(len(self._ranks)):
             pass
         if self._standbys is not None:
             self._standbys.fill_up(self._notify)
@@ -176,20 +153,20 @@ class Replacements:
         # One that has waited to join and ends with 0 has found that the job is over.
         return self._is_new(slot) and (code != 0 or not self._slots.is_waiting(slot))
 
-    def _tell_of_silent_end(self, slot: int, code: int, notify: Callable[[str], None]) -> None:
+    def _tell_of_silent_end(self, slot: int, code: int) -> None:
         """Say how a process ended that has not joined, unless it printed an error itself."""
         if self._has_joined(slot) or code > 0:
             return
         how = silent_end(code) if code < 0 else f"ended with {ending(code)}"
         goal = "become" if self._is_added(slot) else "take the place of"
-        notify(f"the process that was to {goal} rank {self.names[slot]} {how} before it joined.")
+        self._notify(f"the process that was to {goal} rank {self.names[slot]} {how} before it joined.")
 
-    def _fill(self, slot: int, notify: Callable[[str], None]) -> bool:
+    def _fill(self, slot: int) -> bool:
         """Let a process take a slot that nobody has any more, or yet; returns whether one is to."""
         is_added, unused = self._is_added(slot), None
         if slot < len(self._ranks) and self._slots.is_hopeless(slot):
             what = f"no process can {'become' if is_added else 'take the place of'} rank {self.names[slot]}"
-            self._give_up(slot, f"{what}, as the error above says", notify)
+            self._give_up(slot, f"{what}, as the error above says")
             return False
         if slot < len(self._ranks) and not self._has_joined(slot):
             self._slots.clear(slot)  # it may have waited
@@ -197,17 +174,17 @@ class Replacements:
         lately = [since for since in self._times[slot] if now - since < HOUR]
         if len(lately) >= MOST:
             how = "was started" if is_added else "was replaced"
-            self._give_up(slot, f"{name} {how} {len(lately)} times within an hour", notify)
+            self._give_up(slot, f"{name} {how} {len(lately)} times within an hour")
             return False
         self._slots.clear(slot)
         if self._standbys is not None and (standby := self._standbys.take(slot)) is not None:
             world_rank = standby
-            notify(f"a standby process {'becomes' if is_added else 'takes the place of'} {name}.")
+            self._notify(f"a standby process {'becomes' if is_added else 'takes the place of'} {name}.")
         elif (unused := self._unused(slot)) is not None:
             world_rank = unused
-            notify(f"starting another process {'as' if is_added else 'in the place of'} {name}.")
+            self._notify(f"starting another process {'as' if is_added else 'in the place of'} {name}.")
         else:
-            self._give_up(slot, f"{name} is not replaced, since the job has had too many processes", notify)
+            self._give_up(slot, f"{name} is not replaced, since the job has had too many processes")
             return False
         self._ranks[slot : slot + 1] = [world_rank]
         self._times[slot].append(now)
@@ -215,7 +192,7 @@ class Replacements:
             try:
                 self._start(slot, unused)
             except LaunchError as error:  # counts as one that has ended
-                notify(str(error))
+                self._notify(str(error))
                 if slot == len(self._supervisor.processes):
                     self._close(slot)
                     return False
@@ -230,8 +207,8 @@ class Replacements:
         is_first = slot >= self._size and not self._times[slot] and not self._attempts.get(slot)
         return self.names[slot] if is_first else next(self._world_ranks, None)
 
-    def _give_up(self, slot: int, why: str, notify: Callable[[str], None]) -> None:
-        notify(f"{why}; the job goes on without it.")
+    def _give_up(self, slot: int, why: str) -> None:
+        self._notify(f"{why}; the job goes on without it.")
         if self._is_added(slot):
             self.given_back.append(self.names[slot])
             self._close(slot)

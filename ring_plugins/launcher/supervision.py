@@ -60,7 +60,9 @@ class Supervisor:
     Attributes:
         processes: in the order of their start.
         standbys: further processes, for which nobody waits and whose ends do not matter; they end with the others.
+        helpers: further processes that outlive the ranks; they end with this context.
         signalled: the last signal that this process received, None if none.
+        ending: that, or why `end` was called; None while the job goes on.
         own_helpers: returns the process ids of children that are no orphans of the job.
         is_out: whether the exit status of the process of an index does not matter, as it has left the job before its
             end or has not joined it.
@@ -71,13 +73,16 @@ class Supervisor:
         self._recovers, self._slots = recovers, slots
         self.processes: list[subprocess.Popen[bytes]] = []
         self.standbys: list[subprocess.Popen[bytes]] = []
+        self.helpers: list[subprocess.Popen[bytes]] = []
         self.signalled: signal.Signals | None = None
+        self._told_to_end: signal.Signals | None = None
         self.own_helpers: Callable[[], set[int]] = set
         self.is_out: Callable[[int], bool] = lambda index: False
         self._previous: dict[signal.Signals, Any] = {}
         self._ignored: list[signal.Signals] = []  # of the user's signals, by whatever has started this process
         self.tell_of_memory: Callable[[int], None] = lambda index: None
         self._ended: list[subprocess.Popen[bytes]] = []  # in the order in which that was seen
+        self._kills = False  # those that have not ended by themselves
         self._memory_kills, self._of_memory = memory_kills(), list[subprocess.Popen[bytes]]()
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -90,13 +95,26 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill_all([*self.processes, *self.standbys])
+        _kill_all([*self.processes, *self.standbys, *self.helpers])
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         adopt_orphans(False)
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         self.signalled = signal.Signals(number)
+
+    @property
+    def ending(self) -> signal.Signals | None:
+        return self.signalled or self._told_to_end
+
+    def end(self, number: signal.Signals) -> None:
+        """End all processes as after a signal to this one, unless they end already."""
+        if self.ending is not None:
+            return
+        self._told_to_end = number
+        if number == signal.SIGINT:  # as a terminal sends it to all processes of its host
+            for process in self.processes:
+                process.send_signal(number)
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         for process in [*self.processes, *self.standbys]:
@@ -114,6 +132,7 @@ class Supervisor:
         index: int | None = None,
         own_session: bool = False,
         is_standby: bool = False,
+        is_helper: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process, which gets `end_signal` if this process ends before it.
 
@@ -123,7 +142,7 @@ class Supervisor:
             index: that it gets in `processes`, of one that has ended or behind the last; None for the latter.
             own_session: whether it must not get what a terminal sends to all processes, such as Ctrl-C, and ignores the
                 user's signals.
-            is_standby: whether it becomes one of `standbys` instead.
+            is_standby, is_helper: whether it becomes one of `standbys` or `helpers` instead.
 
         Raises:
             LaunchError: the program cannot be run.
@@ -152,8 +171,8 @@ class Supervisor:
             raise LaunchError(
                 f"{command[0]} cannot be run: {error.strerror}; does a script lack its #! line?"
             ) from error
-        if is_standby:
-            self.standbys.append(process)
+        if is_standby or is_helper:
+            (self.standbys if is_standby else self.helpers).append(process)
         else:
             self._put(process, len(self.processes) if index is None else index)
         return process
@@ -186,15 +205,15 @@ class Supervisor:
         while running := [process for process in self.processes if process.poll() is None]:
             now = time.monotonic()
             self._note_ends()
-            if over is None and self.signalled is not None:
+            if over is None and self.ending is not None:
                 over = now
             if over is None and (trouble := find_trouble()) is not None:
                 over = now
             if over is None and self._has_failed():
                 over = now
-            delay = _INTERRUPT_SECONDS if self.signalled == signal.SIGINT else 0.0
+            delay = _INTERRUPT_SECONDS if self.ending == signal.SIGINT else 0.0
             # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
-            if over is not None and (self.signalled or trouble) and not terminated and now - over >= delay:
+            if over is not None and (self.ending or trouble) and not terminated and now - over >= delay:
                 terminated = True
                 if self._slots is not None:
                     self._slots.end_all()
@@ -203,15 +222,17 @@ class Supervisor:
             if over is not None and (
                 now - over > GRACE_SECONDS or all(state(process.pid) in STOPPED for process in running)
             ):
+                self._note_ends()
+                self._kills = True
                 break
             if now > next_search:
                 next_search = now + _ORPHAN_SECONDS
                 had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
             time.sleep(0.02)
         self._note_ends()
-        _kill_all([*self.processes, *self.standbys])
-        if self.signalled is not None:
-            return 128 + self.signalled, trouble
+        _kill_all([*self.processes, *self.standbys], self.helpers)
+        if self.ending is not None:
+            return 128 + self.ending, trouble
         if self.has_succeeded():
             return (1 if trouble else 0), trouble
         failed = self.first_failure()
@@ -219,7 +240,7 @@ class Supervisor:
 
     def _note_ends(self) -> None:
         for index, process in enumerate(self.processes):
-            if process.returncode is None or process in self._ended:
+            if self._kills or process.returncode is None or process in self._ended:
                 continue
             self._ended.append(process)
             if process.returncode == -signal.SIGKILL and (kills := memory_kills()) > self._memory_kills:
@@ -231,6 +252,22 @@ class Supervisor:
         """How the process of an index ended, in words."""
         process = self.processes[index]
         return silent_end(process.returncode, process in self._of_memory)
+
+    def was_killed_for_memory(self, index: int) -> bool:
+        """Whether the process of an index may have been killed since memory had run out."""
+        return self.processes[index] in self._of_memory
+
+    def in_order_of_ends(self) -> list[int]:
+        """The indices of the processes that have ended, in the order in which that was seen; those killed come last."""
+        self._note_ends()
+        order = {id(process): number for number, process in enumerate(self._ended)}
+        ended = [index for index, process in enumerate(self.processes) if process.returncode is not None]
+        return sorted(ended, key=lambda index: order.get(id(self.processes[index]), len(order)))
+
+    def has_followed(self, index: int) -> bool:
+        """Whether the process of an index ended because of another: it said so, or was killed when others had ended."""
+        said_so = self._slots is not None and self._slots.has_followed(index)
+        return said_so or self.processes[index] not in self._ended
 
     def first_failure(self) -> tuple[int, int] | None:
         """Index and `returncode` of the process because of which the job ended, None if none failed."""
@@ -273,7 +310,7 @@ class Supervisor:
         """
         family = children()
         own = [process.pid for process in self.processes]
-        known = self.own_helpers().union(own, [standby.pid for standby in self.standbys])
+        known = self.own_helpers().union(own, [one.pid for one in (*self.standbys, *self.helpers)])
         orphans = [pid for pid in family.get(os.getpid(), []) if pid not in known]
         is_busy = any(family.get(pid) for pid in own)
         if had_orphans and not is_busy:
@@ -282,18 +319,25 @@ class Supervisor:
         return bool(orphans) and not is_busy
 
 
-def _kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill those of `processes` that still run, and then every descendant of this process, until none is left."""
+def _kill_all(processes: Sequence[subprocess.Popen[bytes]], spared: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    """Kill processes that still run, and then the descendants of this process, until none is left but those spared."""
     for process in processes:
         if process.poll() is None:
             process.kill()
     for process in processes:
         process.wait()
     deadline = time.monotonic() + 5.0
-    while (left := descendants(os.getpid(), children())) and time.monotonic() < deadline:
+    while (left := _family(spared)) and time.monotonic() < deadline:
         for pid in left:
             _kill(pid)
         time.sleep(0.01)
+
+
+def _family(spared: Sequence[subprocess.Popen[bytes]]) -> set[int]:
+    """The descendants of this process, without those that are spared and theirs."""
+    found = children()
+    kept = [pid for one in spared for pid in (one.pid, *descendants(one.pid, found))]
+    return set(descendants(os.getpid(), found)).difference(kept)
 
 
 def _kill(pid: int) -> None:

@@ -19,6 +19,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.added_slots import AddedSlots
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.replacements import Replacements
 from ring_plugins.launcher.standbys import Standbys
@@ -89,12 +90,23 @@ def run_replaced(
             start(rank, rank)
         unused = iter(range(most, MOST_MEMBERS))
         waiting = Standbys(supervisor, places, standbys, unused, lambda rank: start(None, rank), lambda *_: None)
-        replacements = Replacements(supervisor, places, ranks, unused, start, lambda _: None, waiting)
+        first = range(ranks)
+        replacements = Replacements(supervisor, places, first, ranks, unused, start, lambda _: None, waiting)
         supervisor.is_out = replacements.is_out
-        with GrowthRequests(replacements.add) as requests:
+
+        def publish() -> None:
+            told = added.told()
+            replacements.follow([(one.slot, one.attempt) for one in told["slots"]])
+            places.in_use = told["in use"]
+
+        added = AddedSlots(ranks, most, [first], publish)
+        with GrowthRequests(lambda number, host: added.add(number, {0: "here"})) as requests:
 
             def each_time() -> None:
                 requests.poll()
+                added.note_joined(replacements.added)
+                while replacements.given_back:
+                    added.take_back(replacements.given_back.pop())
                 meanwhile()
 
             result = _follow([(supervisor, replacements)], started, directory, began, seconds, each_time)
@@ -131,8 +143,8 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
                 start(local, first + local)
             slots, _ = OwnSlot.parts(segment.array)
             unused = iter(range(ranks + index, MOST_MEMBERS, len(sizes)))
-            own = range(first, first + size), ranks
-            replacements = Replacements(supervisor, slots, size, unused, start, lambda _: None, None, own)
+            own = range(first, first + size)
+            replacements = Replacements(supervisor, slots, own, ranks, unused, start, lambda _: None)
             supervisor.is_out = replacements.is_out
             hosts.append((supervisor, replacements))
 

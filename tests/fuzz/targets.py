@@ -44,10 +44,10 @@ from ring_plugins.core.observe.step_breakdown import StepAggregator
 from ring_plugins.core.rendezvous import bootstrap, record, slots
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.launcher import control, preflight
+from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.job_hosts import verdict
 from ring_plugins.launcher.outcomes import Outcome
-from ring_plugins.launcher.several_hosts import Coordinator
 from ring_plugins.launcher.supervision import Supervisor
 from tests.fuzz.mutations import mutated, mutated_json
 
@@ -743,7 +743,7 @@ class SupervisorMessages(JsonTarget):
         told: list[str] = []
         hosts = [("host1", [0, 1]), ("host2", [2, 3])]
         ours, theirs = socket.socketpair()
-        with theirs, Coordinator(hosts, self._supervisor, told.append, most=6) as coordinator:
+        with theirs, Coordinator(hosts, self._supervisor, told.append, 0, most=6) as coordinator:
             theirs.setblocking(False)
             coordinator._expects = lambda claim: True  # type: ignore[method-assign]
             host = coordinator._hosts[0]
@@ -759,7 +759,7 @@ class SupervisorMessages(JsonTarget):
             if host.here is not None and not host.is_lost:
                 assert 0 <= host.here["port"] < 1 << 16
                 host.here.get("report")
-            coordinator.added_hosts.look_after()
+            coordinator._added_hosts.look_after()
             status, why = verdict(coordinator._hosts, coordinator._failed, 4)
             assert 0 <= status <= 255
             assert why is None or isinstance(why, str)

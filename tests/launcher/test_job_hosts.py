@@ -1,4 +1,4 @@
-"""The exit status of a job on several hosts, and what the user hears of it."""
+"""The exit status of a job on one host or several, and what the user hears of it."""
 
 import pytest
 
@@ -21,9 +21,13 @@ GONE = None
             (0, "ranks 2, 3 ended as the others could"),
         ),
         ([(0, 1, "excluded"), (1, 1, "excluded")], GONE, (1, "The ranks on me@host2 may have gone on")),
-        ([(0, 1, ""), (1, 1, "")], [(2, 3, ""), (3, -9, "")], (3, "rank 2 ended with exit status 3")),
-        ([(0, 0, ""), (1, 1, "")], GONE, (1, "rank 1 ended with exit status 1")),
-        ([(0, 1, "followed"), (1, 1, "followed")], [(2, 0, ""), (3, 1, "")], (1, "rank 3 ended with exit status 1")),
+        ([(0, 1, "failed"), (1, 1, "failed")], [(2, 3, "failed"), (3, -9, "")], (3, "rank 2 ended with exit status 3")),
+        ([(0, 0, ""), (1, 1, "failed")], GONE, (1, "rank 1 ended with exit status 1")),
+        (
+            [(0, 1, "followed"), (1, 1, "followed")],
+            [(2, 0, ""), (3, 1, "failed")],
+            (1, "rank 3 ended with exit status 1"),
+        ),
         ([(0, -9, ""), (1, -9, "")], [(2, -9, ""), (3, -11, "")], (137, "ranks 0, 1, 2, 3 died, and no rank is left")),
         ([(0, -9, ""), (1, -9, "")], GONE, (137, "me@host2 was lost, with ranks 2, 3, and no rank is left")),
         (GONE, GONE, (1, "may have gone on")),
@@ -33,7 +37,7 @@ def test_the_verdict_follows_those_that_went_on(first, second, expected):
     hosts = [Host("host1", [0, 1]), Host("me@host2", [2, 3])]
     for host, report in zip(hosts, (first, second), strict=True):
         host.report = None if report is None else [End(*end) for end in report]
-    failed = [end for host in hosts for end in host.report or () if end.code > 0 and end.how in ("", "followed")]
+    failed = [end for host in hosts for end in host.report or () if end.how in ("failed", "followed")]
     status, why = verdict(hosts, failed, 4)
     assert status == expected[0]
     assert (why is None) if expected[1] is None else (expected[1] in why)

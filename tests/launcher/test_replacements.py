@@ -28,7 +28,7 @@ class Job:
         """Have so many standbys from now on."""
         standbys = Standbys(self.supervisor, self.slots, standbys, self.unused, self.start_standby, self.rename)
         self.replacements = Replacements(
-            self.supervisor, self.slots, 2, self.unused, self.start, self.told.append, standbys
+            self.supervisor, self.slots, [0, 1], 2, self.unused, self.start, self.told.append, standbys
         )
         self.supervisor.is_out = self.replacements.is_out
 
@@ -255,12 +255,10 @@ def test_added_ranks_take_the_slots_that_nobody_has_had(job):
     job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
-    assert job.replacements.add(3) == "no: 3 asked for, but 2 of the job's 4 slots (--max-ranks 4) are free"
     job.keep(1)
     job.replacements.tick()
     job.slots.wait_as_standby(4)
-    assert job.replacements.add(2) == "ok: ranks 2, 3 will join where an epoch begins"
-    assert job.slots.in_use == 4
+    job.replacements.follow([(2, 0), (3, 0)])
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
     assert job.started == [(None, 4), (3, 3), (None, 5)] and job.renamed == [(4, 2)]
@@ -282,10 +280,10 @@ def test_added_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_th
     job.run("time.sleep(3600)")
     job.join(0, 0)
     job.join(1, 1)
-    job.replacements.add(1)
+    job.replacements.follow([(2, 0)])
     for _ in range(4):
         job.replacements.tick()
-    job.replacements.add(1)
+    job.replacements.follow([(2, 0), (3, 0)])
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.tick()
     waiting = job.supervisor.processes[3]
@@ -296,7 +294,7 @@ def test_added_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_th
     assert job.started[0] == (2, 2) and job.started[-1] == (3, 3)
     assert job.told[-1] == "rank 2 was started 5 times within an hour; the job goes on without it."
     assert waiting.poll() == -9 and len(job.supervisor.processes) == 2 and job.slots.in_use == 2
-    assert job.replacements.add(2).startswith("ok: ")
+    assert job.replacements.given_back == [2]
 
 
 def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
@@ -306,9 +304,7 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
     job.join(0, 2)
     job.join(1, 3)
     job.unused = iter(range(11, 20, 2))
-    job.replacements = Replacements(
-        job.supervisor, job.slots, 2, job.unused, job.start, job.told.append, None, ((2, 3), 4)
-    )
+    job.replacements = Replacements(job.supervisor, job.slots, [2, 3], 4, job.unused, job.start, job.told.append)
     job.supervisor.is_out = job.replacements.is_out
     job.next, job.ends = "time.sleep(3600)", False
     job.replacements.follow([(5, 0), (7, 0)])
@@ -328,13 +324,3 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
     assert job.replacements.given_back == [6] and job.replacements.added == [2]
     assert job.told[-1] == "rank 6 was started 5 times within an hour; the job goes on without it."
     living.kill()
-
-
-def test_a_job_without_added_slots_says_so(job):
-    job.slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
-    job.keep(0)
-    assert job.replacements.add(1).startswith("no: the job was started without --max-ranks")
-    assert job.replacements.add(1, "localhost").startswith("no: the job was started without --max-ranks")
-    assert job.replacements.add(1, "host9.invalid").startswith(
-        "no: --host host9.invalid is none of the job's hosts: it"
-    )

@@ -14,7 +14,7 @@ The launcher sees processes that live as long as the job does; the first ends wi
 none of the launcher's variables, and may use all cores to which the launcher has bound any of its processes.
 
 **On several hosts** the first process of each host becomes the supervisor of that host's ranks
-(launcher/shim_host.py). These supervisors work together as those that `ring run` starts by ssh; the one on rank 0's
+(launcher/job.py). These supervisors work together as those that `ring run` starts by ssh; the one on rank 0's
 host also takes `ring run`'s part.
 
 Considered and rejected: the launchers' own options. With `--enable-recovery` Open MPI's mpirun ends with 0 when every
@@ -113,7 +113,7 @@ def restart_under_supervisors(
             os.set_inheritable(reserved.fileno(), True)
             if record.kind != "mpi":
                 tcp.note_missing_secret()
-        supervisor = own_python("from ring_plugins.launcher.shim_host import main; sys.exit(main())")
+        supervisor = own_python("from ring_plugins.launcher import job; sys.exit(job.run_under_launcher())")
         policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
         environment |= {config.HOST_JOB.name: json.dumps(_place(everyone, hosts, own, command, policy))}
     if record.rank == 0:

@@ -1,17 +1,17 @@
-"""Starts a job on several hosts that goes on when ranks, or whole hosts, are lost, and follows it to its end.
+"""Follows a job to its end: starts it on its hosts, and goes on when ranks, or whole hosts, are lost.
 
-mpirun ends all ranks as soon as one of them, a host, or one of its own connections is lost. So such a job does without
-mpirun: each host has a supervisor (host_supervisor.py), which starts the ranks of that host. The ranks find each other
-by RANK and MASTER_ADDR, like ranks that a user starts one by one.
+mpirun ends all ranks as soon as one of them, a host, or one of its own connections is lost. So a job that is to go on
+does without mpirun: each host has a supervisor (host.py), which starts the ranks of that host.
 
-    ring run ─┬─ supervisor of host1 ── rank 0, rank 1
+    ring run ─┬─ rank 0, rank 1
               └─ ssh ── supervisor of host2 ── rank 2, rank 3
 
-The process that follows the whole job is the *coordinator*: here it is `ring run`. Under mpirun, torchrun and srun, the
-first process of each host becomes its supervisor, and on rank 0's host the coordinator, too
-(core/rendezvous/launcher_shim.py).
+The *coordinator* follows the whole job. It is in `ring run`, as is the supervisor of that host. Under mpirun, torchrun
+and srun, the first process of each host becomes its supervisor, and on rank 0's host the coordinator, too
+(core/rendezvous/launcher_shim.py). A job of one host has a coordinator and one supervisor in one process.
 
-Supervisors connect to the coordinator, with a secret. They exchange JSON:
+Supervisors of other hosts connect to the coordinator, with a secret, and exchange JSON with it. The one in the same
+process hands the same messages over (`OwnHost`):
 
     supervisor -> coordinator   ["here", {host, port}]     it runs; rank 0 can listen at the port
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
@@ -56,6 +56,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
-from ring_plugins.core.rendezvous.spawn import is_failure, silent_end
+from ring_plugins.core.rendezvous.spawn import silent_end
 from ring_plugins.launcher.added_hosts import AddedHosts
 from ring_plugins.launcher.added_slots import AddedSlots
 from ring_plugins.launcher.coordinator_link import HostJob, read_message
@@ -89,23 +91,28 @@ _LEAVE_SECONDS = 10.0
 #: Seconds between two looks.
 _TICK = 0.05
 #: What runs the supervisor of a host.
-_SUPERVISE = "from ring_plugins.launcher.host_supervisor import main; sys.exit(main())"
+_SUPERVISE = "from ring_plugins.launcher.host import main; sys.exit(main())"
 
 Notify = Callable[[str], None]
 
 
 class Coordinator:
-    """Knows the supervisors of all hosts of a job. Leaving the context closes all connections.
+    """Knows the supervisors of all hosts of a job. A context manager: leaving it closes all connections.
 
     Args:
         hosts: their names, with the ranks of each.
         supervisor: whose signals end the job.
         notify: shows one line to the user.
-        port, key: where to listen, and a secret; new ones by default.
+        port: where to listen, 0 for a new one; None if all supervisors are in this process.
+        key: a secret; a new one by default.
         most: up to how many ranks the job may grow; 0 for no more than at the start.
+        min_ranks: with how many ranks the job goes on.
+        takes_requests: whether `ring add-ranks` may ask it for more.
+        logins: start the supervisors of other hosts; None if those come by themselves.
 
     Attributes:
         port, key: for `HostJob`.
+        result: the job's exit status, and a line for the user, once it is over.
     """
 
     def __init__(
@@ -113,33 +120,42 @@ class Coordinator:
         hosts: Sequence[tuple[str, Sequence[int]]],
         supervisor: Supervisor,
         notify: Notify,
-        port: int = 0,
+        port: int | None,
         key: str = "",
         most: int = 0,
+        min_ranks: int = 1,
+        takes_requests: bool = False,
+        logins: Logins | None = None,
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
-        self._size = sum(len(ranks) for _, ranks in hosts)
+        self._size, self._min_ranks = sum(len(ranks) for _, ranks in hosts), min_ranks
+        self._supervisor, self._notify, self._logins = supervisor, notify, logins
         self._added_slots = AddedSlots(
             self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("added", self._added_slots.told())
         )
         self._started: dict[str, Any] | None = None  # what all supervisors were told
-        self.added_hosts = AddedHosts(self._hosts, self._added_slots, self._tell, notify)
-        #: With how many ranks the job goes on.
-        self.min_ranks = 1
-        #: Called all the time.
-        self.meanwhile: Callable[[], object] = lambda: None
-        self._supervisor, self._notify = supervisor, notify
+        self._began, self._failed_at = time.monotonic(), 0.0
+        #: When to wait no longer for hosts that were told to end, and why they were if the job never began.
+        self._end_at, self._trouble = 0.0, ""
+        self.result: tuple[int, str | None] | None = None
         self.key = key or secrets.token_hex(32)
-        listener = socket.create_server(("", port), backlog=_BACKLOG)
-        self.port: int = listener.getsockname()[1]
         limit = len(self._hosts) + _OTHER_CONNECTIONS
         self._acceptor = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit)
-        self._acceptor.add(listener)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor, selectors.EVENT_READ)
+        self._selector, self.port = selectors.DefaultSelector(), 0
+        if port is not None:
+            listener = socket.create_server(("", port), backlog=_BACKLOG)
+            self.port = listener.getsockname()[1]
+            self._acceptor.add(listener)
+            self._selector.register(self._acceptor, selectors.EVENT_READ)
         self._failed: list[End] = []  # the ends that end the job, in the order in which they were told
+        self._open, self._line = contextlib.ExitStack(), ProgressLine()
+        self._requests = self._open.enter_context(GrowthRequests(self.add_ranks)) if takes_requests else None
+        start = partial(logins.start, self) if takes_requests and logins is not None else None
+        problems_of = logins.check.problems if logins is not None else lambda host, report: []
+        self._added_hosts = AddedHosts(self._hosts, self._added_slots, self._tell, notify, start, problems_of)
 
     def __enter__(self) -> Coordinator:  # noqa: PYI034 - typing.Self needs Python 3.11
+        self._open.enter_context(self._line)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,58 +164,75 @@ class Coordinator:
             if host.frames is not None:
                 host.frames.close()
         self._selector.close()
+        self._open.close()
 
-    def wait(self, find_trouble: Callable[[], str | None]) -> tuple[int, str | None]:
-        """Follow the job to its end.
+    def connect(self, index: int) -> OwnHost:
+        """The connection of a supervisor in this process, of the host of an index."""
+        self._hosts[index].inbox = []
+        return OwnHost(self, self._hosts[index])
 
-        Args:
-            find_trouble: returns why a supervisor will not come, None while all may.
+    def finish(self) -> tuple[int, str | None]:
+        """Follow the job to its end; returns `result`."""
+        while self.result is None:
+            self.tick(_TICK)
+        return self.result
 
-        Returns:
-            The job's exit status, and a line for the user.
-        """
-        trouble = self._gather(find_trouble)
-        if trouble is None and self._supervisor.signalled is None:
-            self._start()
-            self._follow()
-        if trouble is not None or self._supervisor.signalled is not None:
-            self._tell_all("end", int(self._supervisor.signalled or signal.SIGTERM))
-            self._poll_until(time.monotonic() + (_END_SECONDS if trouble is None else 0.0))
-        if trouble is not None:
-            status, why = 1, trouble
-        elif self._supervisor.signalled is not None:
-            status, why = 128 + self._supervisor.signalled, None
+    def tick(self, seconds: float = 0.0) -> None:
+        """Do what is due, after waiting at most so many seconds for messages."""
+        self._poll(seconds)
+        if self.result is not None:
+            return
+        now, signalled = time.monotonic(), self._supervisor.signalled
+        if not self._end_at and signalled is not None:
+            self._end(signalled)
+        elif not self._end_at and self._started is None:
+            self._gather(now)
+        elif not self._end_at and self._failed_at and now - self._failed_at > GRACE_SECONDS:
+            self._end(signal.SIGTERM)
+        if not self._failed_at and (self._failed or any(host.why for host in self._hosts)):
+            self._failed_at = now
+        is_over = all(host.is_over or (self._end_at and not host.is_connected) for host in self._hosts)
+        if is_over or (self._end_at and now > self._end_at):
+            self._finish()
+
+    def _end(self, number: signal.Signals, patience: float = _END_SECONDS) -> None:
+        self._end_at = time.monotonic() + patience
+        self._tell_all("end", int(number))
+
+    def _finish(self) -> None:
+        if self._trouble:
+            self.result = 1, self._trouble
+        elif (signalled := self._supervisor.signalled) is not None:
+            self.result = 128 + signalled, None
         else:
-            status, why = verdict(self._hosts, self._failed, self._size)
-        self._tell_all("over", status)
-        return status, why
+            self.result = verdict(self._hosts, self._failed, self._size)
+        self._tell_all("over", self.result[0])
 
-    def _gather(self, find_trouble: Callable[[], str | None]) -> str | None:
-        """Wait for all supervisors; returns why one does not come."""
-        end = time.monotonic() + config.START_TIMEOUT.get()
-        with ProgressLine() as line:
-            while missing := [host.name for host in self._hosts if host.here is None]:
-                self._poll()
-                if self._supervisor.signalled is not None:
-                    return None
-                if lost := [host.name for host in self._hosts if host.is_lost]:
-                    return f"{' and '.join(lost)} ended before the job started; the output above says why."
-                if (trouble := find_trouble()) is not None:
-                    return trouble
-                if time.monotonic() > end:
-                    return (
-                        f"{' and '.join(missing)} did not come within {config.START_TIMEOUT.get():g} s. Set "
-                        f"{config.START_TIMEOUT.name} to wait longer."
-                    )
-                came = {number: host.name for number, host in enumerate(self._hosts) if host.here is not None}
-                line.show(lambda came=came: arrivals(came, len(self._hosts), " to be reached"))  # type: ignore[misc]
-        return None
+    def _gather(self, now: float) -> None:
+        """Start the job if all supervisors have come, or end it if one does not come."""
+        missing = [host.name for host in self._hosts if host.here is None]
+        if not missing:
+            self._start()
+            return
+        trouble = self._logins.trouble() if self._logins is not None else None
+        if lost := [host.name for host in self._hosts if host.is_lost]:
+            trouble = f"{' and '.join(lost)} ended before the job started; the output above says why."
+        elif trouble is None and now - self._began > config.START_TIMEOUT.get():
+            trouble = (
+                f"{' and '.join(missing)} did not come within {config.START_TIMEOUT.get():g} s. Set "
+                f"{config.START_TIMEOUT.name} to wait longer."
+            )
+        if trouble:
+            self._trouble = trouble
+            self._end(signal.SIGTERM, 0.0)
+        came = {number: host.name for number, host in enumerate(self._hosts) if host.here is not None}
+        self._line.show(lambda: arrivals(came, len(self._hosts), " to be reached"))
 
     def _start(self) -> None:
+        self._line.remove()
         first = next(host for host in self._hosts if 0 in host.ranks)
-        assert first.frames is not None
         assert first.here is not None
-        address = str(first.frames.socket.getpeername()[0])
+        address = str(first.frames.socket.getpeername()[0]) if first.frames is not None else "127.0.0.1"
         if address.startswith("127."):  # this host, which others have reached at another address
             reached = [str(host.frames.socket.getsockname()[0]) for host in self._hosts if host.frames is not None]
             address = next((one for one in reached if not one.startswith("127.")), address)
@@ -224,43 +257,28 @@ class Coordinator:
             return rejection
         new = wanted if not chosen else None
         if new is not None:
-            if rejection := self.added_hosts.rejection(new, living.values()):
+            if rejection := self._added_hosts.rejection(new, living.values()):
                 return rejection
             chosen = {len(self._hosts): new}
         if rejection := self._added_slots.rejection_of(chosen, number):
             return rejection
         if new is not None:
-            self.added_hosts.add(new)
+            self._added_hosts.add(new)
         return self._added_slots.add(number, chosen)
 
-    def _follow(self) -> None:
-        """Until the job is over everywhere."""
-        failed_at: float | None = None
-        while not all(host.is_over for host in self._hosts) and self._supervisor.signalled is None:
-            self._poll()
-            now = time.monotonic()
-            if failed_at is None and (self._failed or any(host.why for host in self._hosts)):
-                failed_at = now
-            if failed_at is not None and now - failed_at > GRACE_SECONDS:
-                self._tell_all("end", int(signal.SIGTERM))
-                self._poll_until(now + _END_SECONDS)
-                return
-
-    def _poll_until(self, deadline: float) -> None:
-        while not all(host.is_over or host.frames is None for host in self._hosts) and time.monotonic() < deadline:
-            self._poll()
-
     def _expects(self, claim: Claim) -> bool:
-        return 0 <= claim.rank < len(self._hosts) and self._hosts[claim.rank].frames is None
+        host = self._hosts[claim.rank] if 0 <= claim.rank < len(self._hosts) else None
+        return host is not None and host.frames is None and host.inbox is None
 
-    def _poll(self) -> None:
-        self.meanwhile()
-        for key, _ in self._selector.select(_TICK):
+    def _poll(self, seconds: float) -> None:
+        if self._requests is not None:
+            self._requests.poll()
+        for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._read(key.data)
         for new in self._acceptor.poll():
             self._join(new)
-        self.added_hosts.look_after()
+        self._added_hosts.look_after()
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):
@@ -275,14 +293,14 @@ class Coordinator:
         assert host.frames is not None
         try:
             for data in host.frames.read():
-                self._take(host, *read_message(data))
+                self.take(host, *read_message(data))
         except Disconnected:
             self._lose(host)
         except Exception as error:  # what one supervisor sends must not end those of the other hosts
             self._notify(f"{host.name} has sent what no supervisor sends ({type(error).__name__}).")
             self._lose(host)
 
-    def _take(self, host: Host, kind: str, body: Any) -> None:
+    def take(self, host: Host, kind: str, body: Any) -> None:
         """Do what a message of a supervisor asks for; one that is wrong raises any error, and changes nothing."""
         if kind == "here":
             port = int(body["port"])
@@ -294,7 +312,7 @@ class Coordinator:
         elif kind == "members":
             host.members, host.joiners = int(body["members"]), list(body["joiners"])
         elif kind == "join info":
-            self.added_hosts.begin(self._started or {}, body)
+            self._added_hosts.begin(self._started or {}, body)
         elif kind == "given back":
             self._added_slots.take_back(*read_ranks([body]))
         elif kind in ("failed", "ended"):
@@ -303,7 +321,9 @@ class Coordinator:
             added, why = read_ranks(body.get("added", ())), body["why"]
             if not isinstance(why, str | None):
                 raise TypeError(f"{why!r} is no text")
-            failed = [end for end in ends if end.how in ("", "followed") and is_failure(end.code)]
+            failed = [end for end in ends if end.how in ("failed", "followed")]
+            if why and not self._failed:  # others end because of those that have ended now
+                failed = failed or [end for end in ends if end.code and not end.how]
             self._failed += [end for end in failed if end not in self._failed]
             host.why, host.replaced, host.added = why, replaced, added
             host.report = ends if kind == "ended" else None
@@ -326,7 +346,7 @@ class Coordinator:
         if self._failed or host.why or self._supervisor.signalled is not None:
             return  # the job is over
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
-        if sum(len(self._added_slots.of_host(index)) for index in left) < self.min_ranks:
+        if sum(len(self._added_slots.of_host(index)) for index in left) < self._min_ranks:
             return  # as the ranks will find
         host.ranks = tuple(self._added_slots.of_host(self._hosts.index(host)))
         again = self._added_slots.note_end(self._hosts.index(host), left)
@@ -334,7 +354,7 @@ class Coordinator:
             where = " and ".join(self._hosts[index].name for index in left)
             self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")
         empty = [rank for rank in host.ranks if rank not in again]
-        if empty and left and self.added_hosts.start is not None:
+        if empty and left and self._added_hosts.can_add:
             self._notify(
                 f"`ring add-ranks {len(empty)}` lets other processes take the places of {name_ranks(empty)}, and "
                 "--host chooses where."
@@ -345,10 +365,36 @@ class Coordinator:
             self._tell(host, kind, body)
 
     def _tell(self, host: Host, kind: str, body: Any) -> None:
-        if host.frames is not None and not host.is_lost:
+        if host.inbox is not None:
+            host.inbox.append((kind, body))
+        elif host.frames is not None and not host.is_lost:
             with contextlib.suppress(Disconnected, TimeoutError):
                 host.frames.send(to_json([kind, body]))
                 host.frames.flush(config.NETWORK_TIMEOUT.get())
+
+
+class OwnHost:
+    """The connection between the coordinator and a supervisor in the same process, which also keeps the former going.
+
+    Args:
+        coordinator: of the job.
+        host: of the supervisor.
+    """
+
+    is_lost = is_orphaned = False
+
+    def __init__(self, coordinator: Coordinator, host: Host) -> None:
+        self._coordinator, self._host = coordinator, host
+
+    def send(self, kind: str, body: Any) -> None:
+        """Hand over a message of the supervisor."""
+        self._coordinator.take(self._host, kind, body)
+
+    def read(self) -> list[tuple[str, Any]]:
+        """Let the coordinator do what is due; returns its messages."""
+        self._coordinator.tick()
+        found, self._host.inbox = self._host.inbox or [], []
+        return found
 
 
 def _is_same_host(name: str, wanted: str) -> bool:
@@ -370,117 +416,82 @@ def command_for(job: JobSpec, host: str) -> list[str]:
     return [*login(job), *alive, host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
 
 
-def run(job: JobSpec, replaces: bool, most: int, supervisor: Supervisor, notify: Notify) -> tuple[int, str | None]:
-    """Run a job on the hosts of its shares, and return its exit status and a line for the user.
+class Logins:
+    """Starts the supervisors of a job's other hosts.
 
     Args:
         job: the job.
-        replaces: whether other processes take the places of ranks that are lost.
-        most: up to how many ranks the job may grow; 0 for no more than at the start.
-        supervisor: for the processes that this one starts.
-        notify: shows one line to the user.
-    """
-    ranks = iter(range(job.ranks))
-    hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares]
-    environment = {
-        name: os.environ[name] if value is None else value
-        for name, value in job.environment.items()
-        if value is not None or name in os.environ
-    }
-    with contextlib.ExitStack() as stack:
-        relay = stack.enter_context(Relay(False, always=True))
-        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, most=most))
-        coordinator.min_ranks = config.MIN_RANKS.get(environment)
-        if replaces:
-            coordinator.meanwhile = stack.enter_context(GrowthRequests(coordinator.add_ranks)).poll
-        started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        described: what all supervisors have to know; each gets its own host's part.
+        supervisor: ends these processes with the job.
+        relay: passes on what they print.
 
-        check = LateCheck(job)
-        coordinator.added_hosts.problems_of = check.problems
-
-        def start_host(host: str, index: int, own: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-            """Start a host's supervisor; one without ranks is added to the job."""
-            towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
-            addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
-            told = HostJob(
-                list(dict.fromkeys(addresses)), coordinator.port, coordinator.key, index, max(len(hosts), index + 1),
-                own, job.ranks, job.command, environment, job.tag_output, job.output_directory, replaces=replaces,
-                most=most, is_added=not own, question=None if own else check.question,
-            )  # fmt: skip
-            started.append((host, _start(supervisor, command_for(job, host), told, relay, index)))
-            if not own:
-                check.ask(host)
-                relay.start()
-            return started[-1][1]
-
-        for index, (host, own) in enumerate(hosts):
-            start_host(host, index, own)
-        relay.start()
-        coordinator.added_hosts.start = start_host if replaces else None
-        return _follow(coordinator, started)
-
-
-def coordinate(
-    job: HostJob, hosts: Sequence[tuple[str, Sequence[int]]], supervisor: Supervisor, notify: Notify
-) -> tuple[int, str | None]:
-    """The same for a job whose other hosts' supervisors come by themselves.
-
-    Args:
-        job: of this host.
-        hosts: all of them, this one first.
-        supervisor, notify: as for `run`.
-    """
-    with contextlib.ExitStack() as stack:
-        relay = stack.enter_context(Relay(False, always=True))
-        coordinator = stack.enter_context(Coordinator(hosts, supervisor, notify, job.port, job.key))
-        started = [(hosts[0][0], _start(supervisor, own_python(_SUPERVISE), job, relay, 0))]
-        relay.start()
-        return _follow(coordinator, started)
-
-
-def _follow(coordinator: Coordinator, started: Sequence[tuple[str, subprocess.Popen[bytes]]]) -> tuple[int, str | None]:
-    """Follow a job to its end.
-
-    Args:
-        coordinator: of all supervisors.
-        started: the hosts whose supervisors, or logins, this process has started.
+    Attributes:
+        check: of hosts that are added.
     """
 
-    def find_trouble() -> str | None:
-        for host, process in started:
+    def __init__(self, job: JobSpec, described: HostJob, supervisor: Supervisor, relay: Relay) -> None:
+        self._job, self._described, self._supervisor, self._relay = job, described, supervisor, relay
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self.check = LateCheck(job)
+
+    def start(
+        self, coordinator: Coordinator, host: str, index: int, ranks: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start a host's supervisor; one without ranks is added to the job. Returns its process, or that of its login.
+
+        Args:
+            coordinator: of the job.
+            host, index: its name and number.
+            ranks: that it is to run.
+        """
+        towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
+        addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
+        told = replace(
+            self._described,
+            addresses=list(dict.fromkeys(addresses)),
+            port=coordinator.port,
+            key=coordinator.key,
+            index=index,
+            hosts=max(self._described.hosts, index + 1),
+            ranks=ranks,
+            is_added=not ranks,
+            question=None if ranks else self.check.question,
+        )
+        command = command_for(self._job, host)
+        out, err = self._relay.files(index)
+        description = os.memfd_create("ring_plugins/job")  # secrets are among it, so it is the standard input
+        try:
+            os.write(description, told.pack())
+            os.lseek(description, 0, os.SEEK_SET)
+            process = self._supervisor.start(
+                command,
+                os.environ,
+                end_signal=signal.SIGTERM,
+                stdin=description,
+                stdout=out,
+                stderr=err,
+                own_session=command[0] != sys.executable,  # Ctrl-C is for the ranks, not for their logins
+                is_helper=True,
+            )
+        finally:
+            os.close(description)
+        self._relay.start()
+        self._started.append((host, process))
+        if not ranks:
+            self.check.ask(host)
+        return process
+
+    def trouble(self) -> str | None:
+        """Why a supervisor will not come, None while all may."""
+        for host, process in self._started:
             if (code := process.poll()) is not None:
                 how = silent_end(code) if code < 0 else f"ended with status {code}"
                 what = "the supervisor" if is_this_host(host) else "the login"
                 return f"{host}: {what} {how} before the job started; its output above says why."
         return None
 
-    status, why = coordinator.wait(find_trouble)
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while any(process.poll() is None for _, process in started) and time.monotonic() < deadline:
-        time.sleep(_TICK)
-    for _, process in started:
-        if process.poll() is None:
-            process.kill()
-    return status, why
-
-
-def _start(
-    supervisor: Supervisor, command: Sequence[str], job: HostJob, relay: Relay, index: int
-) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a host, which reads what it has to know, secrets among it, from standard input."""
-    out, err = relay.files(index)
-    description = os.memfd_create("ring_plugins/job")
-    try:
-        os.write(description, job.pack())
-        os.lseek(description, 0, os.SEEK_SET)
-        return supervisor.start(
-            command,
-            os.environ,
-            end_signal=signal.SIGTERM,
-            stdin=description,
-            stdout=out,
-            stderr=err,
-            own_session=command[0] != sys.executable,  # Ctrl-C is for the ranks, not for their logins
-        )
-    finally:
-        os.close(description)
+    def leave(self) -> None:
+        """Wait for their ends, after that of the job."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while any(process.poll() is None for _, process in self._started) and time.monotonic() < deadline:
+            time.sleep(_TICK)

@@ -12,18 +12,40 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Disconnected, Purpose
-from ring_plugins.launcher import host_supervisor, several_hosts
+from ring_plugins.launcher import host
+from ring_plugins.launcher.coordinator import Coordinator, command_for
 from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.mpirun import JobSpec
-from ring_plugins.launcher.several_hosts import Coordinator
 from ring_plugins.launcher.supervision import Supervisor
 
 
-def coordinator(notify=lambda text: None, most=0):
+class Logins:
+    """Starts nothing, but knows which hosts were to be started."""
+
+    def __init__(self, code=None, problems=lambda host, report: []):
+        self.code, self.started, self.ended = code, [], 0
+        self.check = SimpleNamespace(problems=problems)
+
+    def start(self, coordinator, host, index):
+        self.started.append((host, index))
+        return self
+
+    def trouble(self):
+        return None
+
+    def poll(self):
+        return self.code
+
+    def terminate(self):
+        self.ended += 1
+
+
+def coordinator(notify=lambda text: None, most=0, logins=None, **options):
     hosts = [("host1", [0, 1]), ("me@host2", [2, 3])]
-    return Coordinator(hosts, Supervisor(recovers=True), notify, most=most)
+    supervisor = Supervisor(recovers=True)
+    return Coordinator(hosts, supervisor, notify, 0, most=most, takes_requests=True, logins=logins, **options)
 
 
 def job(of, index=0, addresses=("127.0.0.1",)):
@@ -33,15 +55,15 @@ def job(of, index=0, addresses=("127.0.0.1",)):
 class Polled:
     """A coordinator that hears its supervisors, in a thread."""
 
-    def __init__(self, most=0):
+    def __init__(self, most=0, logins=None):
         self.told = []
-        self.coordinator = coordinator(self.told.append, most)
+        self.coordinator = coordinator(self.told.append, most, logins)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self):
         while not self._done.is_set():
-            self.coordinator._poll()
+            self.coordinator._poll(0.05)
 
     def __enter__(self):
         self._thread.start()
@@ -128,11 +150,11 @@ def test_a_host_that_is_silent_does_not_count_as_ended(monkeypatch):
 def test_what_is_printed_after_the_login_is_lost_is_dropped():
     link = SimpleNamespace(is_lost=True)
     reading, writing = os.pipe()
-    outlet = host_supervisor._Outlet(writing, link)
+    outlet = host._Outlet(writing, link)
     outlet.write("x" * (1 << 20))  # more than the pipe holds, and nobody reads
     assert len(os.read(reading, 1 << 20)) >= 4096
     os.close(reading)
-    host_supervisor._Outlet(writing, link).write("nobody reads")
+    host._Outlet(writing, link).write("nobody reads")
     os.close(writing)
 
 
@@ -141,10 +163,10 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     environment = {"RING_SECRET": None, "PYTHONPATH": None}
     spec = JobSpec(("/bin/python3", "x.py"), 2, (Share("localhost", 1), Share("me@far", 1)), environment=environment)
-    local, remote = (several_hosts.command_for(spec, part.host) for part in spec.shares)
+    local, remote = (command_for(spec, part.host) for part in spec.shares)
     assert "hush" not in " ".join([*local, *remote]) and remote[0] == "ssh"
     assert "me@far" in remote and "PYTHONPATH=/somewhere PYTHONSAFEPATH=1 /bin/python3 -c " in remote[-1]
-    assert all("ring_plugins.launcher.host_supervisor" in command[-1] for command in (local, remote))
+    assert all("ring_plugins.launcher.host" in command[-1] for command in (local, remote))
 
 
 def test_added_ranks_go_to_hosts_that_have_ranks():
@@ -161,24 +183,21 @@ def test_added_ranks_go_to_hosts_that_have_ranks():
 
 
 def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
-    hosts = [("host1", range(16)), ("host2", range(16, 32))]
-    with Coordinator(hosts, Supervisor(recovers=True), print, most=32) as of:
+    hosts, logins = [("host1", range(16)), ("host2", range(16, 32))], Logins()
+    with Coordinator(hosts, Supervisor(recovers=True), print, 0, most=32, takes_requests=True, logins=logins) as of:
         of._started, of._hosts[1].is_lost = {}, True
         of._give_out_anew(of._hosts[1])
-        started = []
-        of.added_hosts.start = lambda *host: started.append(host)
         assert of.add_ranks(15, "host3").startswith("no: host3 can start at most 14 more processes in the places of")
-        assert not started and len(of._hosts) == 2
-        assert of.add_ranks(14, "host3").startswith("ok: ranks 16") and started == [("host3", 2)]
+        assert not logins.started and len(of._hosts) == 2
+        assert of.add_ranks(14, "host3").startswith("ok: ranks 16") and logins.started == [("host3", 2)]
 
 
 @pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("min_ranks", [1, 2, 3])
 def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over, min_ranks):
     told = []
-    with Coordinator([("host1", [0, 1]), ("host2", [2, 3])], Supervisor(recovers=True), told.append) as of:
-        of.added_hosts.start = lambda *host: None
-        of._failed, of.min_ranks = [End(3, 1, "")] * is_over, min_ranks
+    with coordinator(told.append, logins=Logins(), min_ranks=min_ranks) as of:
+        of._failed = [End(3, 1, "failed")] * is_over
         of._hosts[1].report = []
         of._give_out_anew(of._hosts[1])
     advice = "`ring add-ranks 2` lets other processes take the places of ranks 2, 3, and --host chooses where."
@@ -217,9 +236,9 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
             threading.Event().wait(0.01)
         raise AssertionError(kind)
 
-    with Polled(most=6) as polled:
+    logins = Logins()
+    with Polled(most=6, logins=logins) as polled:
         found = polled.coordinator
-        found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: None)
         links = [Link(job(found, index)) for index in range(2)]
         for link in links:
             link.send("here", {"host": "a", "port": 1})
@@ -237,7 +256,7 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         assert next_of(links[1], "joiners") == [{"slot": 4}]
         added.send("members", {"members": 1, "joiners": []})
         assert next_of(links[1], "joiners") == []
-        found.added_hosts.start = lambda host, index: SimpleNamespace(poll=lambda: 255)
+        logins.code = 255
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
         while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
             threading.Event().wait(0.01)
@@ -245,13 +264,12 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
 
 
 def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
-    ended = []
-    with Polled(most=6) as polled:
-        found, known = polled.coordinator, []
-        found.added_hosts.problems_of = lambda host, report: (
-            [f"torch {report}, but 2.13 on a: pip install it."] if known else None
-        )
-        found.added_hosts.start = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
+    known = []
+    logins = Logins(
+        problems=lambda host, report: [f"torch {report}, but 2.13 on a: pip install it."] if known else None
+    )
+    with Polled(most=6, logins=logins) as polled:
+        found = polled.coordinator
         member, added = Link(job(found, 0)), None
         member.send("here", {"host": "a", "port": 1})
         while not found._hosts[0].here:
@@ -262,12 +280,12 @@ def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
         added.send("here", {"host": "c", "port": 0, "report": "2.5"})
         while not found._hosts[2].here:
             threading.Event().wait(0.01)
-        found.added_hosts.begin({}, {"address": "10.1.0.1"})  # it is not known yet whether it may
+        found._added_hosts.begin({}, {"address": "10.1.0.1"})  # it is not known yet whether it may
         assert not found._hosts[2].has_begun and not found._hosts[2].is_over
         known.append(1)
         while not polled.told:
             threading.Event().wait(0.01)
-        assert ended == [1] and polled.told == [
+        assert logins.ended == 1 and polled.told == [
             "host3 cannot run ranks as it is: torch 2.5, but 2.13 on a: pip install it; rank 4 will not join."
         ]
         heard = []
@@ -278,10 +296,9 @@ def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from_its_end(comes):
-    ended = []
-    with Polled(most=6) as polled:
+    logins = Logins()
+    with Polled(most=6, logins=logins) as polled:
         found = polled.coordinator
-        found.added_hosts.start = lambda *_: SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append(1))
         found._started = {"secret": "hush"}
         assert found.add_ranks(1, "host3") == "ok: rank 4 on host3 will join where an epoch begins"
         for host in found._hosts[:2]:
@@ -293,7 +310,7 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
             if found._hosts[2].is_over:
                 break
             threading.Event().wait(0.01)
-        assert found._hosts[2].is_over and ended == [1]
+        assert found._hosts[2].is_over and logins.ended == 1
         assert polled.told == ["host3 comes too late, since the other ranks have ended; rank 4 will not join."]
         assert verdict(found._hosts, [], 4) == (0, None)
 
@@ -301,7 +318,7 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
 def test_a_signal_ends_the_job_with_its_status():
     with coordinator() as found:
         found._supervisor.signalled = signal.SIGTERM
-        assert found.wait(lambda: None) == (143, None)
+        assert found.finish() == (143, None)
 
 
 @pytest.mark.parametrize(
@@ -311,3 +328,17 @@ def test_what_is_no_message_between_supervisor_and_coordinator_counts_as_the_end
     with pytest.raises(Disconnected, match="it sent an invalid message"):
         read_message(data)
     assert read_message(b'["over", null]') == ("over", None)
+
+
+def test_a_supervisor_in_the_same_process_gets_messages_without_a_connection():
+    with Coordinator([("host1", [0, 1])], Supervisor(), print, None, most=4, takes_requests=True) as found:
+        assert found.port == 0
+        link = found.connect(0)
+        link.send("here", {"host": "a", "port": 0})
+        ((kind, start),) = link.read()
+        assert kind == "start" and start["address"] == "127.0.0.1"
+        assert found.add_ranks(1, None) == "ok: rank 2 will join where an epoch begins"
+        assert found.add_ranks(1, "host9") == "no: --host host9 is none of the job's hosts: host1"
+        assert link.read() == [("added", {"in use": 3, "slots": [(2, 0, 0)]})]
+        link.send("ended", {"ranks": [[0, 0, ""], [1, 3, "failed"]], "why": None})
+        assert link.read() == [("over", 3)] and found.result == (3, "rank 1 ended with exit status 3.")

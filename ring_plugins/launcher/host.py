@@ -1,11 +1,12 @@
-"""The supervisor of one host's ranks, in a job on several hosts that goes on when ranks, or whole hosts, are lost.
+"""The supervisor of one host's ranks, in a job whose ranks `ring run` starts itself.
 
-Each host of such a job has one; several_hosts.py explains how they work together. It starts the ranks of its host, and
-other processes in the places of those that are lost (replacements.py). It tells the coordinator how they ended, and
-ends all of them when the coordinator says so, or is gone (coordinator_link.py). Its exit status is the job's.
+Each host of a job has one; coordinator.py explains how they work together. It starts the ranks of its host, and other
+processes in the places of those that are lost (replacements.py). It tells the coordinator how they ended, and ends all
+of them when the coordinator says so, or is gone (coordinator_link.py).
 
-What the ranks print passes through it. So if the login by which it was started is lost, its own pipe breaks, not
-theirs.
+On the host of the coordinator it runs in the same process. On another host it is a process of its own, whose exit
+status is the job's. What the ranks print passes through it. So if the login by which it was started is lost, its own
+pipe breaks, not theirs.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
-from ring_plugins.core.linux.interfaces import address_towards, reserve_port
+from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
-from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.members.join_descriptors import joiners_here
-from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
-from ring_plugins.launcher.coordinator_link import HostJob, Link
+from ring_plugins.launcher.coordinator_link import Connection, HostJob, Link
+from ring_plugins.launcher.meeting import AtAnAddress, Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
-from ring_plugins.launcher.rank_assignment import RankAssignment
 from ring_plugins.launcher.replacements import Replacements, has_vanished
+from ring_plugins.launcher.standbys import Standbys
 from ring_plugins.launcher.supervision import Supervisor
 
 #: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
@@ -82,46 +83,45 @@ class HostRanks:
         job: what to run.
         link: to the coordinator.
         supervisor: starts and ends processes.
-        segment: `OwnSlot.nbytes` of it, in which they say how far they are.
+        meeting: where the ranks find the others.
     """
 
-    def __init__(self, job: HostJob, link: Link, supervisor: Supervisor, segment: Segment) -> None:
-        self._job, self._link, self._supervisor = job, link, supervisor
-        self._has_told = False
-        self._segment = segment
-        self._in_use, self._joined = job.size, list[int]()
+    def __init__(self, job: HostJob, link: Connection, supervisor: Supervisor, meeting: Meeting) -> None:
+        self._job, self._link, self._supervisor, self._meeting = job, link, supervisor, meeting
+        self._slots, self._has_told = meeting.slots, False
+        self._joined = list[int]()
         self._members, self._joiners = -1, list[dict[str, Any]]()  # as the coordinator knows them
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
-        self._slots, (self._join_info, self._remote_joiners) = OwnSlot.parts(self._segment.array)
         self._replacements: Replacements | None = None
         supervisor.is_out = self._is_out
-        supervisor.tell_of_memory = lambda local: _tell_user(
-            f"rank {self._names[local]} {supervisor.silent_end(local)}."
-        )
+        if job.recovers:  # else it is the last line
+            supervisor.tell_of_memory = lambda local: _tell_user(
+                f"rank {self._names[local]} {supervisor.silent_end(local)}."
+            )
         #: The job's exit status, once the coordinator has said it.
         self._status: int | None = None
 
     def run(self) -> int:
         """Run them to the job's end, and return its exit status."""
-        reserved = reserve_port() if 0 in self._job.ranks else None
-        with contextlib.nullcontext() if reserved is None else reserved:
+        is_first = 0 in self._job.ranks and isinstance(self._meeting, AtAnAddress)
+        with reserve_port() if is_first else contextlib.nullcontext() as reserved:
             port = reserved.getsockname()[1] if reserved is not None else 0
             told = {} if self._job.question is None else {"report": report(self._job.question)}
             self._link.send("here", {"host": socket.gethostname(), "port": port, **told})
             start = self._wait_for("start")
             if start is None:
                 return 1 if self._status is None else self._status
-            with Relay(self._job.tag_output, self._job.output_directory, always=True) as relay:
+            with Relay(self._job.tag_output, self._job.output_directory, always=self._job.relays) as relay:
                 self._start(start, relay)
                 status, why = self._supervisor.wait(self._find_trouble)
                 while self._job.is_added and why is None and self._goes_on():
                     status, why = self._supervisor.wait(self._find_trouble)
-            if self._supervisor.signalled is None and self._status is None:
+            if self._supervisor.ending is None and self._status is None:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
             self._tell_of_empty_places()
             ended = {"ranks": self._ends(), "why": why, "replaced": self._replaced(), "added": self._added()}
             self._link.send("ended", ended)
-            if self._status is None and self._supervisor.signalled is None:
+            if self._status is None and self._supervisor.ending is None:
                 self._status = self._wait_for("over")
         own = status or (0 if self._supervisor.has_succeeded() else 1)
         return own if self._status is None else self._status
@@ -129,50 +129,49 @@ class HostRanks:
     def _start(self, start: Mapping[str, Any], relay: Relay) -> None:
         job, supervisor = self._job, self._supervisor
         inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
+        if isinstance(self._meeting, AtAnAddress):
+            self._meeting.begin(start)
 
-        def start_rank(local: int, world_rank: int) -> None:
-            """Start a rank, or a process that takes the slot of one under a world rank of its own."""
-            rank, is_new, was_there = self._names[local], world_rank >= job.size, local < len(supervisor.processes)
-            place = RankAssignment(rank, self._in_use, local, len(self._names), job.index, job.hosts)
+        def start_rank(local: int | None, world_rank: int) -> subprocess.Popen[bytes]:
+            """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
+            rank, is_new = world_rank if local is None else self._names[local], world_rank >= job.size
+            was_there = local is None or local < len(supervisor.processes)
             out, err = relay.files(rank, again=is_new and was_there)
-            supervisor.start(
+            process = supervisor.start(
                 job.command,
                 {
                     **inherited,
                     **job.environment,
-                    **place.environment(start["address"], start["port"], start["secret"]),
-                    **OwnSlot.environment(self._segment, self._slots.number, local),
+                    **self._meeting.environment(local, rank, len(self._names), is_new),
                     **({config.JOINS.name: str(world_rank)} if is_new else {}),
                 },
-                pass_fds=[self._segment.fd],
-                stdin=subprocess.DEVNULL,
+                pass_fds=[self._meeting.segment.fd],
+                stdin=None if job.reads_input and world_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 index=local if is_new else None,
+                is_standby=local is None,
             )
             if is_new:
                 relay.start()
+            return process
 
         for local, rank in enumerate(job.ranks):
             start_rank(local, rank)
         relay.start()
         if job.replaces:
             unused = iter(world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most)))
-            ranks, number = (job.ranks, job.size), len(job.ranks)
+            standbys = Standbys(supervisor, self._slots, job.standbys, unused, partial(start_rank, None), relay.rename)
             self._replacements = Replacements(
-                supervisor, self._slots, number, unused, start_rank, _tell_user, None, ranks
+                supervisor, self._slots, job.ranks, job.size, unused, start_rank, _tell_user, standbys
             )
-
         if job.is_added:
-            join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
-            self._join_info.write({**join_info, "here": len(join_info["hosts"])})
-            self._slots.others_let_join = True
             self._take("added", start["added"])
             self._goes_on()
 
     def _goes_on(self) -> bool:
         """Whether processes of this host, which has been added to the job, are still to join it."""
-        if self._status is None and self._supervisor.signalled is None and self._replacements is not None:
+        if self._status is None and self._supervisor.ending is None and self._replacements is not None:
             for kind, body in self._link.read():
                 self._take(kind, body)
             self._slots.others_let_join &= not self._link.is_lost
@@ -181,7 +180,7 @@ class HostRanks:
 
     def _wait_for(self, kind: str) -> Any:
         """The body of the coordinator's next message of a kind; None if the job, or the coordinator, ends before."""
-        while self._supervisor.signalled is None and self._status is None:
+        while self._supervisor.ending is None and self._status is None:
             for found, body in self._link.read():
                 if found == kind:
                     return body
@@ -196,28 +195,24 @@ class HostRanks:
         if kind == "over":
             self._status = int(body)
         elif kind == "added" and self._replacements is not None:
-            self._in_use, slots = body["in use"], [AddedSlot(*one) for one in body["slots"]]
+            slots = [AddedSlot(*one) for one in body["slots"]]
             self._replacements.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
-        elif kind == "joiners":
-            self._remote_joiners.write(body)
+            self._meeting.note_in_use(body["in use"])
+        elif kind == "joiners" and isinstance(self._meeting, AtAnAddress):
+            self._meeting.remote_joiners.write(body)
             self._slots.num_remote_joiners = len(body)
         elif kind == "alone":
             self._slots.others_let_join = False
-        elif kind == "join info?":
-            self._link.send("join info", self._join_info.read())
-        elif kind == "end" and self._supervisor.signalled is None:
-            number = signal.Signals(body)
-            if number == signal.SIGINT:  # as a terminal sends it to all processes of this host's
-                for process in self._supervisor.processes:
-                    if process.poll() is None:
-                        process.send_signal(number)
-            self._supervisor.signalled = number
+        elif kind == "join info?" and isinstance(self._meeting, AtAnAddress):
+            self._link.send("join info", self._meeting.join_info.read())
+        elif kind == "end":
+            self._supervisor.end(signal.Signals(body))
 
     def _tell_of_empty_places(self) -> None:
         """If all ranks of this host are lost, say that nobody takes their places: no member here lets others join."""
         codes = self._codes()
         lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
-        is_over = self._status is not None or self._supervisor.signalled is not None
+        is_over = self._status is not None or self._supervisor.ending is not None
         if not self._job.most:  # else it may have grown
             is_over |= self._job.size - len(self._job.ranks) < config.MIN_RANKS.get(self._job.environment)
         ranks = [rank for local, rank in enumerate(self._names) if not self._slots.is_new(local)]
@@ -231,8 +226,8 @@ class HostRanks:
         """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
         for kind, body in self._link.read():
             self._take(kind, body)
-        if self._link.is_orphaned and self._supervisor.signalled is None:
-            self._supervisor.signalled = signal.SIGTERM
+        if self._link.is_orphaned:
+            self._supervisor.end(signal.SIGTERM)
         if self._replacements is not None:
             self._replacements.tick()
             self._tell_of_added_ranks(self._replacements)
@@ -283,13 +278,10 @@ class HostRanks:
 
     def _early_end(self) -> str | None:
         """A rank that ended before or in init(), where the others wait for it."""
-        slots, codes = self._slots, self._codes()
-        is_awaited = any(map(slots.is_starting, range(len(codes))))
-        for local, code in enumerate(codes):
-            if code is None or slots.has_started(local) or not (is_awaited or code < 0) or self._is_out(local):
+        for local, code in enumerate(self._codes()):
+            if code is None or self._is_out(local) or not (where := self._meeting.is_awaited(local, code < 0)):
                 continue
             how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
-            where = "completed" if slots.is_starting(local) else "reached"
             return (
                 f"rank {self._names[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
                 f"it{'' if code < 0 else '; its own output says why'}."
@@ -312,20 +304,22 @@ class HostRanks:
         return self._slots.has_left(local) or has_vanished(self._supervisor, self._slots, local)
 
     def _ends(self) -> list[list[Any]]:
-        """Each rank that has ended: its number, its `returncode`, and how if that does not say it.
-
-        It has "left", was "excluded" since others go on without it, was "lost" although its `returncode` is an exit
-        status, has "followed" another that failed, or was too "late" to take the place of another.
-        """
+        """Each rank that has ended, in the order of their ends, as fields of `End`."""
         ends: list[list[Any]] = []
         late = self._replacements.late if self._replacements is not None else ()
-        for local, (rank, code) in enumerate(zip(self._names, self._codes(), strict=False)):  # some yet to be started
-            if code is not None:
-                how = "followed" if is_failure(code) and self._slots.has_followed(local) else ""
-                how = "left" if self._slots.has_left(local) else "excluded" if self._slots.is_excluded(local) else how
-                is_silent = is_failure(code) and self._slots.died_silently(local)
-                how = "lost" if is_silent or has_vanished(self._supervisor, self._slots, local) else how
-                ends.append([rank, code, "late" if local in late else how])
+        for local in self._supervisor.in_order_of_ends():
+            code, slots = self._supervisor.processes[local].returncode, self._slots
+            if local in late:
+                how = "late"
+            elif (is_failure(code) and slots.died_silently(local)) or has_vanished(self._supervisor, slots, local):
+                how = "lost"
+            elif slots.has_left(local) or slots.is_excluded(local):
+                how = "left" if slots.has_left(local) else "excluded"
+            elif self._supervisor.ends_job(local, code):
+                how = "followed" if self._supervisor.has_followed(local) else "failed"
+            else:
+                how = ""
+            ends.append([self._names[local], code, how, self._supervisor.was_killed_for_memory(local)])
         return ends
 
     def _replaced(self) -> list[list[int]]:
@@ -346,12 +340,12 @@ def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> in
         job: what to run.
         prepare: called once the coordinator is reached.
     """
-    segment = Segment.create(OwnSlot.nbytes(max(job.size, job.most)))
-    with Supervisor(recovers=True, slots=OwnSlot.parts(segment.array)[0]) as supervisor:
+    meeting = AtAnAddress(job)
+    with Supervisor(recovers=True, slots=meeting.slots) as supervisor:
         link = Link(job, lambda: supervisor.signalled is not None)
         try:
             prepare(link)
-            return HostRanks(job, link, supervisor, segment).run()
+            return HostRanks(job, link, supervisor, meeting).run()
         finally:
             link.close()
 

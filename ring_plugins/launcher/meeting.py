@@ -1,0 +1,117 @@
+"""How the ranks of a host find the others, and how far each of them has come.
+
+The supervisor of a host (host.py) makes the memory in which the processes of its host say how far they are, and passes
+it on to each of them. The ranks of a job on one host meet in that memory, too, and open no port. Those of several hosts
+meet at an address of rank 0's host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ring_plugins.core.linux.interfaces import address_towards
+from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.coordinator_link import HostJob
+from ring_plugins.launcher.rank_assignment import RankAssignment
+
+
+class Meeting(Protocol):
+    """A place where ranks meet.
+
+    Attributes:
+        segment: the memory, whose file they inherit.
+        slots: the slots of this host's processes.
+    """
+
+    segment: Segment
+    slots: Slots
+
+    def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
+        """Variables of a process.
+
+        Args:
+            local: its slot on this host, None for a standby.
+            rank: what users call it.
+            number: of slots of this host.
+            is_new: whether the job has begun without it.
+        """
+
+    def note_in_use(self, number: int) -> None:
+        """So many slots of the whole job are in use now."""
+
+    def is_awaited(self, local: int, was_killed: bool) -> str:
+        """How far the process of a slot, which has ended, has not come though others wait there; "" if nobody does."""
+
+
+class InMemory:
+    """Where the ranks of a job on one host meet: in shared memory.
+
+    Args:
+        size: number of ranks at the start.
+        most: up to how many the job may grow.
+    """
+
+    def __init__(self, size: int, most: int) -> None:
+        self._size, self._number = size, max(size, most)
+        self.segment = Segment.create(SharedMemoryRendezvous.nbytes(size, self._number))
+        self._rendezvous = SharedMemoryRendezvous(self.segment, 0, size, [], self._number)
+        self.slots = self._rendezvous.slots
+
+    def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
+        size = max(self._size, self.slots.size_until_joined(local) if is_new and local is not None else 0)
+        return child_environment(self.segment, local, size, 0, self._number)
+
+    def note_in_use(self, number: int) -> None:
+        self.slots.in_use = number
+
+    def is_awaited(self, local: int, was_killed: bool) -> str:
+        if local >= self._size:
+            return ""
+        most = max(map(self._rendezvous.rounds, range(self._size)))
+        own = self._rendezvous.rounds(local)  # read last: it may have come meanwhile, and ended
+        return "" if own >= most else "completed" if own else "reached"
+
+
+class AtAnAddress:
+    """Where the ranks of several hosts meet: at a port of rank 0's host.
+
+    Args:
+        job: of this host.
+
+    Attributes:
+        join_info, remote_joiners: as in core/rendezvous/slots.py.
+    """
+
+    def __init__(self, job: HostJob) -> None:
+        self._job, self._number, self._in_use = job, max(job.size, job.most), job.size
+        self.segment = Segment.create(OwnSlot.nbytes(self._number))
+        self.slots, (self.join_info, self.remote_joiners) = OwnSlot.parts(self.segment.array)
+        self._start: Mapping[str, Any] = {}
+
+    def begin(self, start: Mapping[str, Any]) -> None:
+        """Take what the coordinator says about rank 0, and, on a host that was added, about the members of the job."""
+        self._start = start
+        if self._job.is_added:
+            join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
+            self.join_info.write({**join_info, "here": len(join_info["hosts"])})
+            self.slots.others_let_join = True
+
+    def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
+        assert local is not None
+        job, start = self._job, self._start
+        place = RankAssignment(rank, self._in_use, local, number, job.index, job.hosts)
+        found = place.environment(start["address"], start["port"], start["secret"])
+        return {**found, **OwnSlot.environment(self.segment, self._number, local)}
+
+    def note_in_use(self, number: int) -> None:
+        self._in_use = number
+
+    def is_awaited(self, local: int, was_killed: bool) -> str:
+        slots = self.slots
+        is_awaited = was_killed or any(map(slots.is_starting, range(slots.number)))
+        if slots.has_started(local) or not is_awaited:
+            return ""
+        return "completed" if slots.is_starting(local) else "reached"
