@@ -51,6 +51,9 @@ Gather = Callable[[Any], list[Any]]
 #: Added to the numbers of operations on GPUs, which are counted apart from those of the host.
 _ON_GPU = 1 << 40
 
+#: What pickle raises for an object. Anything else, such as a time limit of the script, interrupts it.
+_NOT_PICKLABLE = (pickle.PickleError, TypeError, AttributeError, NotImplementedError, RecursionError)
+
 
 class HostCommunicator:
     """A `Communicator` for host memory.
@@ -282,7 +285,7 @@ class HostCommunicator:
     def _pickled(self, item: Any, operation: str) -> Bytes:
         try:
             return np.frombuffer(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-        except Exception as reason:
+        except _NOT_PICKLABLE as reason:
             error = ArgumentError(
                 f"{operation}: a {type(item).__name__} of rank {self.ranks[self.rank]} cannot be pickled ({reason}). "
                 "Functions and classes must be at the top level of a module; send what they are made from instead."

@@ -152,6 +152,9 @@ def test_a_connection_found_closed_before_the_wait_still_gives_the_peers_reason(
         def lost(self):
             return frozenset()
 
+        def dead(self):
+            return frozenset()
+
         def check(self, communicator, missing, what):
             raise PeerFailed("rank 1 died without reporting an error", 1)
 
@@ -168,6 +171,9 @@ def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
         mesh = None
 
         def lost(self):
+            return frozenset()
+
+        def dead(self):
             return frozenset()
 
         def check(self, communicator, missing, what):
