@@ -163,7 +163,8 @@ def compare(plan: Plan, job: Ended) -> tuple[str, str]:
     skips = plan.skips if len(steps) < plan.steps else (plan.steps, 0)
     like = replace(plan, faults=faults, skips=skips)
     other = run_forked(plan.ranks, lambda rank: train(like, rank), HANGS, {}, nodes=plan.nodes)
-    same = [one["weights"] == found["weights"] for one in other.found.values()]
-    if not same or not all(same):
+    if not other.found:
+        return "wrong", f"a job that is like it, {like}, ended with {other.codes}: {other.output}"
+    if any(one["weights"] != found["weights"] for one in other.found.values()):
         return "wrong", f"the weights are not those of {like}: {other.codes}"
     return "went on", ""

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from tests.campaigns import healing
+from tests.campaigns import healing, judging
 from tests.campaigns.healing import CASES, draw
-from tests.campaigns.judging import judge, replayed
+from tests.campaigns.judging import compare, judge, replayed
 from tests.campaigns.launched_rank import plan_of
 from tests.campaigns.launching import codes_of, missing
 from tests.campaigns.plans import (
@@ -190,6 +190,14 @@ def test_a_job_that_went_on_is_compared_with_the_replay_of_its_log():
     assert judge(PLAN, job(averaged=(6, [0, 2])))[1] == "step 6: not skipped"
     assert judge(PLAN, job(averaged=(5, [0, 1, 2])))[1] == "step 5: a lost rank came back"
     assert judge(PLAN, job(told=(2,)))[1] == "told of the loss of [2]"
+
+
+def test_a_job_whose_gradients_were_rounded_is_compared_with_one_like_it_if_that_has_an_end(monkeypatch):
+    others = [job(), job(weights=["", "", ""]), Ended({0: 1, 1: -9, 2: 1}, {}, "what ended it", 1.0)]
+    monkeypatch.setattr(judging, "run_forked", lambda *_, **__: others.pop(0))
+    assert compare(PLAN, job()) == ("went on", "")
+    assert compare(PLAN, job())[1].startswith("the weights are not those of Plan(")
+    assert compare(PLAN, job())[1].endswith("ended with {0: 1, 1: -9, 2: 1}: what ended it")
 
 
 def test_where_ranks_are_replaced_all_places_are_taken_at_last():

@@ -605,6 +605,8 @@ class Mesh:
 
     def _look_at_ended(self) -> None:
         for rank, end in list(self._dying.items()):
+            if rank not in self._dying:  # the death before it has begun a ballot, which hangs up on all that are dead
+                continue
             local = self._local_peers.others.get(rank) if self._local_peers is not None else None
             if local is None or local.has_died():
                 del self._dying[rank]

@@ -5,11 +5,13 @@ import errno
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.control.mesh import Mesh, MeshPeer
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
@@ -103,6 +105,28 @@ def test_a_rank_without_which_the_others_go_on_names_whom_it_could_not_reach(mes
         assert str(mesh._exclusion(decision)).startswith(text)
     mesh.was_silent = lambda rank: rank in (1, 2)
     assert "could not reach ranks 1, 2 on host1 and host2 for 6 s" in str(mesh._exclusion(object()))
+
+
+def test_several_deaths_on_a_host_are_seen_at_once(meshes):
+    """The thread finds the lock of one free, and so begins a ballot, which ends its look at one already known dead."""
+    mesh, lost = meshes[2][0], list[int]()
+    mesh._local_peers = LocalPeers(None, [
+        SimpleNamespace(rank=rank, has_died=lambda rank=rank: rank in lost, is_lost=lambda rank=rank: rank in lost)
+        for rank in (0, 1)
+    ])  # fmt: skip
+    kill(*meshes[0])
+    kill(*meshes[1])
+    assert until(lambda: len(mesh._dying) == 2)
+    with mesh._lock:
+        first, second = mesh._dying
+        lost.append(second)
+        mesh._look_at_locks()  # as the script's thread does while it waits
+        mesh._consensus.arrive(1, 0)
+        lost.append(first)
+        mesh._look_at_ended()
+    assert agreed(meshes[2:]) == [[0, 1], [0, 1]]
+    assert mesh._thread.is_alive()
+    assert [one.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
 
 
 def test_a_rank_that_leaves_is_not_lost(meshes):
