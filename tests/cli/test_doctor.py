@@ -69,6 +69,7 @@ def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
     assert max(link["tcp_gigabits"].values()) < 1.0
 
 
+@pytest.mark.slow
 def test_on_one_host_ranks_are_compared_and_all_reduce_is_measured():
     with_doctor = run_ranks(
         DOCTOR, 2, "torchrun", args=["doctor", "--json"], env={"OMP_NUM_THREADS": "64"}, check=False, timeout=180

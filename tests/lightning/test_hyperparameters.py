@@ -152,6 +152,7 @@ report("trained", True)
 """
 
 
+@pytest.mark.slow
 def test_a_search_in_which_each_rank_draws_its_own_is_stopped_and_the_remedy_works():
     result = run_ranks(SEARCH, 2, "spawned", timeout=120)
     assert ["Model.decay is 0.25 and 0.5" in error for error in result.values("error")] == [True, True]

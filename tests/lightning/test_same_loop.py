@@ -139,6 +139,7 @@ report("as the warning says", count(range(ring.rank(), 5, 2)))
 """
 
 
+@pytest.mark.slow
 def test_repeated_samples_of_a_test_are_warned_of_with_a_remedy_that_works():
     result = run_ranks(TESTED, 2, timeout=90)
     assert [found for found, _ in result.values("padded")] == [6, 6]

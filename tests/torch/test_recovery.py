@@ -105,6 +105,7 @@ report("found", [shared, {name: tensor.tolist() for name, tensor in own.items()}
 """
 
 
+@pytest.mark.slow
 def test_all_tensors_are_of_the_same_rank_if_a_lower_one_dies_between_two_of_them():
     result = run_ranks(BETWEEN_BROADCASTS, 5, "ring run", env={"RING_ON_FAILURE": "continue"}, timeout=60)
     for rank, given in {2: 3.0, 3: 4.0, 4: 2.0}.items():  # rank 4 has rank 1's, the others keep theirs

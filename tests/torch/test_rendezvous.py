@@ -47,6 +47,7 @@ print("both work")
 """
 
 
+@pytest.mark.slow
 def test_the_scripts_groups_and_ours_meet_in_any_order_under_torchrun():
     result = run_ranks(BOTH, 2, "torchrun", env={"RING_VIRTUAL_NODES": "2"})
     assert result.stdout.count("both work") == 2
@@ -100,6 +101,7 @@ def test_the_backend_alone_meets_at_the_port_that_torchs_store_holds(size):
     assert [out for out, _ in found] == [f"{float(size)}\n"] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["all_reduce", "send"])
 def test_a_job_whose_groups_are_gone_at_its_end_has_communicated(what):
     found = _run_without_launcher(f"WHAT = {what!r}\n{RING_ONLY}", 2, {})

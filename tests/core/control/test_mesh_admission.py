@@ -93,7 +93,7 @@ def attempt(meshes, joiner, at=lambda rank, number: None):
         if rank == NEW:
             is_called.set()
         elif number == OFFERS:  # or else the attempt may be over before the joiner has looked
-            is_called.wait(20)
+            until(lambda: is_called.is_set() or joiner[0].is_lost)
         at(rank, number)
 
     members = [lambda one=one: admit(*one, joiner, once_called) for one in meshes]

@@ -79,6 +79,7 @@ if "RANK" not in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_a_death_on_another_host_is_named():
     body = TWO_PROCESSES + COMMON + "if ring.rank() == 0:\n    time.sleep(60)\nring.barrier()\n"
     with start_ranks(body, 2) as job:
