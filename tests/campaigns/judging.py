@@ -109,11 +109,11 @@ def _problems_of_losses(plan: Plan, found: list[Any], history: list[Any]) -> lis
 def _problems_of_joins(plan: Plan, found: list[Any], history: list[Any]) -> list[tuple[bool, str]]:
     """Places are filled again."""
     few = sum(averaged is not None and len(averaged) < plan.ranks for averaged, *_ in history)
-    _, after, _ = history[-1]
+    left = found[0]["left"]  # not those of the last step, behind which others may have joined
     return [
         (few > 3 * len(plan.faults), f"slots stayed empty in {few} steps"),
-        (len(after) < plan.most, f"{after} at the end, of {plan.most}"),
-        (bool(plan.launcher) and len(after) < plan.ranks, f"{after} at the end, of {plan.ranks}"),
+        (len(left) < plan.most, f"{left} at the end, of {plan.most}"),
+        (bool(plan.launcher) and len(left) < plan.ranks, f"{left} at the end, of {plan.ranks}"),
     ]
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 STEPS, REPLACING_STEPS = 8, 10
+#: So many that all slots are taken at the end, although a process that joins may die, and its successor, too.
+GROWING_STEPS = 16
 #: Steps of an epoch, where something has epochs.
 EPOCH = 4
 #: Seconds that ranks wait for one that is stopped, and for which a rank is stopped: less, or more.
@@ -353,4 +355,6 @@ def draw_growing(seed: int, number: int) -> Plan:
     moves = drawn.choice([0, 0, further])
     faults = [replace(one, process=one.process + moves) if one.process >= plan.ranks else one for one in plan.faults]
     adds = tuple((step, steps.count(step)) for step in sorted(set(steps)))
-    return replace(plan, faults=tuple(faults), most=plan.ranks + further, adds=adds)
+    return replace(
+        plan, faults=tuple(faults), most=plan.ranks + further, adds=adds, steps=GROWING_STEPS, skips=(GROWING_STEPS, 0)
+    )
