@@ -155,6 +155,29 @@ def test_one_that_has_not_joined_when_the_others_end_is_killed(job):
     assert joiner.wait(10) == -9
 
 
+def test_one_that_joins_last_of_all_and_is_a_member_when_the_others_end_is_not_killed(job):
+    """It becomes one after the others were looked at, and they end before it is."""
+    member = job.run("time.sleep(3600)")
+    job.run("os.kill(os.getpid(), 9)").wait()
+    job.join(0, 0)
+    job.join(1, 1)
+    job.next, job.ends = "time.sleep(3600)", False
+    job.replacements.tick()
+    joiner = job.supervisor.processes[1]
+
+    def poll():
+        job.join(1, 4)
+        member.returncode = 0
+        return 0
+
+    killed, pid = [], member.pid
+    member.poll, joiner.kill = poll, lambda: killed.append(os.kill(joiner.pid, 9))
+    job.replacements.tick()
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    assert not killed and job.replacements.filled == {1: 1} and job.started == [(1, 4)]
+
+
 def test_a_standby_that_waits_gets_the_slot_and_another_is_started(job):
     job.keep(2)
     job.replacements.tick()

@@ -155,7 +155,8 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
         if not _admit_one(world, next_one, join_barrier):
             break
         joined.append(next_one.rank)
-        if world.world_rank == min(rank for rank in world.world_ranks if rank not in joined):
+        # If only such are left that have just joined, none has the state, and the transfer of it raises that.
+        if world.world_rank == min((rank for rank in world.world_ranks if rank not in joined), default=None):
             slot_of, pids = {next_one.rank: next_one.slot}, world.processes.pids
             logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards))
     return tuple(joined)

@@ -35,6 +35,22 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     assert found == where
 
 
+def test_one_that_has_just_joined_and_is_alone_lets_another_join_and_then_hears_that_the_state_is_lost(monkeypatch):
+    """`transfer_state` says so on both."""
+    waiting = [[], [JOINER]]
+    monkeypatch.setattr(joining, "_waiting_here", lambda world: [])
+    monkeypatch.setattr(joining, "_admit_one", lambda world, joiner, _: not world.world_ranks.append(joiner.rank))
+    world: Any = SimpleNamespace(
+        elastic=SimpleNamespace(mesh=SimpleNamespace(pending=None), pending=frozenset()),
+        processes=SimpleNamespace(shards=3, taken_slots={2}),
+        communicator=SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting.pop()]),
+        local_peers=SimpleNamespace(own=Liveness.create(0)),
+        world_rank=8,
+        world_ranks=[8],
+    )
+    assert joining._admit_all(world, joining._JoinBarrier("here", True, False, [8])) == (8, 9)
+
+
 def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch):
     """Its supervisor starts another process then, which has another number."""
 
