@@ -40,10 +40,10 @@ class Meeting(Protocol):
         """
 
     def note_in_use(self, number: int) -> None:
-        """So many slots of the whole job are in use now."""
+        """Note how many slots of the whole job are in use now."""
 
     def is_awaited(self, local: int, was_killed: bool) -> str:
-        """How far the process of a slot, which has ended, has not come though others wait there; "" if nobody does."""
+        """What others still wait for: that the ended process "reached" or "completed" init(); "" if nobody waits."""
 
 
 class InMemory:

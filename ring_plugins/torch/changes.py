@@ -1,9 +1,9 @@
 """One number that grows whenever something happens that an ordinary training step does not do.
 
 An averager has to know, at the first gradient of each backward, whether another averager has taken its parameters,
-whether parameters were registered or replaced, whether ranks train other parameters, whether averaging has failed. Each
-of these has its file, and tells this one. An averager that has looked at all of them once, and found nothing, compares
-one number from then on.
+whether parameters were registered or replaced, whether ranks train other parameters, whether averaging has failed.
+Whatever file notices one of these calls `note`. An averager that has looked at all of them once, and found nothing,
+compares one number from then on.
 """
 
 from __future__ import annotations

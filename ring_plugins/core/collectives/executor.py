@@ -214,7 +214,7 @@ class SerialExecutor:
         return self._thread is not None and self._thread.is_current()
 
     def let_go(self) -> bool:
-        """Wait until the executor's thread has nothing to do, or for some seconds; returns whether it has not."""
+        """Wait some seconds for the executor's thread to become idle; returns whether it is."""
         if self._thread is not None:
             self._thread.wait_until_idle(_LET_GO)
         return self._thread is None or self._thread.is_idle()

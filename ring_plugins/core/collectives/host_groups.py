@@ -4,8 +4,8 @@ Members of one host share memory (`SharedMemoryGroup`). Between hosts, members o
 `HierarchicalAllReduce` and `HierarchicalCollectives` combine both kinds of groups.
 
 **Members change** while the communicator is in use, where ranks may be lost (recovery.py) or join. Whoever holds the
-communicator notices nothing, but that its `rank`, `size` and `ranks` are others. `keep` drops members: their pages,
-staging buffers, and parts of shared buffers. What the others have mapped stays where it is, so a gradient that lives in
+communicator only sees its `rank`, `size` and `ranks` change. `keep` drops members: their pages, staging buffers, and
+parts of shared buffers. What the others have mapped stays where it is, so a gradient that lives in
 a bucket is still there. Connections between hosts carry parts of messages then, so they are closed, and new ones are
 made under another tag. Barriers and operations go on from a number that is above all others and the same on all
 members, since these may have given up at different places.
@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
     @classmethod
     def read(cls, item: Sequence[Any]) -> Member:
-        """One that has traveled as JSON, which makes lists of tuples."""
+        """Read a member from JSON, which has turned tuples into lists."""
         rank, node, address, tag = item
         return read_record(cls, (rank, node, None if address is None else read_address(address), tag))
 
@@ -119,7 +119,7 @@ class HostGroups:
         """Make the groups; collective.
 
         Args:
-            segment: this process's, of which the others know the address.
+            segment: this process's own; the others know its address.
 
         Raises:
             RingError: the members do not share memory, and there is no transport.
@@ -187,7 +187,7 @@ class HostGroups:
         return self.node is not None
 
     def keep(self, ranks: Sequence[int], view: int) -> None:
-        """Go on with the members among these world ranks, of which none is in an operation.
+        """Continue with the members among these world ranks; none of them is in an operation.
 
         Args:
             ranks: of the job.
@@ -237,7 +237,7 @@ class HostGroups:
 
     @property
     def layout(self) -> tuple[str, str]:
-        """That of the shared buffers, empty texts if nobody can make them anew."""
+        """The layout of the shared buffers; empty texts if nobody can make them anew."""
         owner = self._owner() if self._owner is not None else None
         return owner.layout if owner is not None else ("", "")
 

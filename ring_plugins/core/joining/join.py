@@ -106,7 +106,7 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     Args:
         place: of the script, as `join` gets it in processes that are to come to the same one.
         lost: whether those may join here that take the places of lost ranks.
-        added: whether those may by which the job grows: data is divided anew behind this place.
+        added: whether added ranks may join here: the data is divided anew after this place.
 
     Returns:
         The world ranks of those that joined; none if they have ended meanwhile. The caller gives them the state of its

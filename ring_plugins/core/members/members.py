@@ -187,7 +187,7 @@ class Elastic:
             raise
 
     def _follow(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
-        """Let all that this process has of the job follow its members, of which some died, left or joined."""
+        """Update everything that this process holds of the job after members died, left or joined."""
         mesh, processes = self._members(), self._processes
         for communicator in self._job.recovering_communicators().values():
             communicator.keep(mesh.ranks, mesh.view)
