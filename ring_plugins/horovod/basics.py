@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gpu.library import nccl_candidates
 from ring_plugins.core.world import current
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Result = TypeVar("Result")
+Results = TypeVar("Results")
 
 #: What every module of Horovod has.
 __all__ = [
@@ -205,6 +214,43 @@ def check_name(kind: str, name: str | None) -> None:
         )
 
 
+def begin(kind: str, name: str | None, process_set: Any) -> None:
+    """Check what every operation on tensors takes: its process set, and its name, which ranks compare if it has one."""
+    check_process_set(process_set)
+    check_name(kind, name)
+
+
+def grouped(
+    single: Callable[Concatenate[T, P], Result], gather: Callable[[list[Result]], Results], compares_names: bool = True
+) -> Callable[Concatenate[Sequence[T], P], Results]:
+    """Horovod's operation on several tensors, with the arguments of its operation on one.
+
+    Args:
+        single: the operation on one tensor, whose first argument is `tensor`.
+        gather: makes the result out of the results for each tensor.
+        compares_names: whether ranks compare the name once for the whole group, instead of once for each tensor.
+    """
+    takes = inspect.signature(single)
+    tensor, *others = takes.parameters.values()
+    kind = f"grouped_{single.__name__}"
+
+    @wraps(cast("Callable[..., Any]", inspect.unwrap(single)))
+    def operation(tensors: Any, *arguments: Any, **options: Any) -> Any:
+        given = takes.bind(None, *arguments, **options).arguments
+        del given["tensor"]
+        if compares_names:
+            check_name(kind.removesuffix("_").removesuffix("_async"), given.pop("name", None))
+        return gather([cast("Any", single)(tensor, **given) for tensor in tensors])
+
+    operation.__name__ = operation.__qualname__ = kind
+    operation.__doc__ = f"`{single.__name__}` of several tensors; further arguments as there."
+    first = tensor.replace(name="tensors", annotation=f"Sequence[{tensor.annotation}]")
+    returns = f"list[{takes.return_annotation}]" if gather is list else takes.return_annotation
+    operation.__signature__ = inspect.Signature([first, *others], return_annotation=returns)  # type: ignore[attr-defined]
+    operation.__annotations__["tensors"] = first.annotation
+    return cast("Any", all_or_none(operation))  # type: ignore[no-any-return]
+
+
 def refuse_join(device: Any = -1) -> NoReturn:
     """Horovod's `join`, for ranks with fewer batches than others."""
     raise ArgumentError(
@@ -215,13 +261,11 @@ def refuse_join(device: Any = -1) -> NoReturn:
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
     """The objects of all ranks, in rank order."""
-    check_process_set(process_set)
-    check_name("allgather_object", name)
+    begin("allgather_object", name, process_set)
     return ring.all_gather_object(obj)
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
     """The root's object, on every rank."""
-    check_process_set(process_set)
-    check_name("broadcast_object", name)
+    begin("broadcast_object", name, process_set)
     return ring.broadcast_object(obj, root_rank)

@@ -27,9 +27,9 @@ from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these name
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
+    begin,
     check_averages,
     check_compression,
-    check_name,
     check_process_set,
     op_of,
 )
@@ -134,34 +134,29 @@ def allreduce(
     process_set: Any = None,
 ) -> Any:
     """Combine a value of all ranks, an array or number; the result is a numpy array. It passes no gradient."""
-    check_process_set(process_set)
     reduction = op_of(average, op)
-    check_name("allreduce", name)
-    array = _array(value)
-    return _times(ring.all_reduce(_times(array, prescale_factor), reduction), postscale_factor)
+    begin("allreduce", name, process_set)
+    return _times(ring.all_reduce(_times(_array(value), prescale_factor), reduction), postscale_factor)
 
 
 @all_or_none
 def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
     """Concatenate the values of all ranks along the first dimension, in a numpy array."""
-    check_process_set(process_set)
-    check_name("allgather", name)
+    begin("allgather", name, process_set)
     return ring.all_gather(_array(value))
 
 
 @all_or_none
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
     """The root's value on all ranks, in a numpy array."""
-    check_process_set(process_set)
-    check_name("broadcast", name)
+    begin("broadcast", name, process_set)
     return ring.broadcast(_array(value), root_rank)
 
 
 @all_or_none
 def reducescatter(value: Any, name: str | None = None, op: Op = Average, process_set: Any = None) -> Any:
     """Combine a value of all ranks and keep this rank's rows, in a numpy array."""
-    check_process_set(process_set)
-    check_name("reducescatter", name)
+    begin("reducescatter", name, process_set)
     return ring.reduce_scatter(_array(value), op_of(None, op))
 
 

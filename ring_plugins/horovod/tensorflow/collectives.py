@@ -7,7 +7,7 @@ losses. They are made of the same operations, so second derivatives exist, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ from ring_plugins.horovod.basics import (
     check_compression,
     check_name,
     check_process_set,
+    grouped,
     op_of,
     rank,
     size,
@@ -87,24 +88,15 @@ def allreduce(
     return _scaled(tensor, compression, factors, lambda x: _reduced(x, reduction, name))
 
 
-@as_it_is
-@all_or_none
-def grouped_allreduce(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Combine several tensors of all ranks; further arguments as for `allreduce`."""
-    return [allreduce(tensor, *arguments, **options) for tensor in tensors]
+grouped_allreduce = as_it_is(grouped(allreduce, list, compares_names=False))
 
 
 def _reduced(x: Any, op: Op, name: str | None) -> Any:
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def reduced(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            _check_has_gradient("allreduce", op)
-            return _reduced(tf.convert_to_tensor(upstream), op, name)
+    def gradient(upstream: Any, _: Any) -> Any:
+        _check_has_gradient("allreduce", op)
+        return _reduced(upstream, op, name)
 
-        (result,) = _host_call(lambda x: ring.all_reduce(x, op), [x], [(x.dtype, x.shape)], "allreduce", name)
-        return result, gradient
-
-    return reduced(x)
+    return _differentiable("allreduce", name, lambda x: ring.all_reduce(x, op), [x], [(x.dtype, x.shape)], gradient)
 
 
 def _reduced_rows(slices: Any, op: Op, factors: tuple[float, float], name: str | None) -> Any:
@@ -124,27 +116,19 @@ def _reduced_rows(slices: Any, op: Op, factors: tuple[float, float], name: str |
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
     """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
     check_process_set(process_set)
+    x = tf.convert_to_tensor(tensor)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def gathered(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            averages = _reduced(tf.convert_to_tensor(upstream), Average, name)
-            own = tf.reshape(tf.shape(x), [-1])[:1] if x.shape.rank != 0 else tf.constant([1])
-            (counts,) = _host_call(ring.all_gather, [own], [(own.dtype, [None])], "allgather", name)
-            start = tf.reduce_sum(counts[: rank()])
-            return tf.reshape(averages[start : start + own[0]], tf.shape(x))
+    def gradient(upstream: Any, _: Any) -> Any:
+        averages = _reduced(upstream, Average, name)
+        own = tf.reshape(tf.shape(x), [-1])[:1] if x.shape.rank != 0 else tf.constant([1])
+        counts = _host_call("allgather", name, ring.all_gather, [own], [(own.dtype, [None])])
+        start = tf.reduce_sum(counts[: rank()])
+        return tf.reshape(averages[start : start + own[0]], tf.shape(x))
 
-        (result,) = _host_call(ring.all_gather, [x], [(x.dtype, _any_rows(x))], "allgather", name)
-        return result, gradient
-
-    return gathered(tf.convert_to_tensor(tensor))
+    return _differentiable("allgather", name, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
 
 
-@as_it_is
-@all_or_none
-def grouped_allgather(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """`allgather` several tensors; further arguments as there."""
-    return [allgather(tensor, *arguments, **options) for tensor in tensors]
+grouped_allgather = as_it_is(grouped(allgather, list, compares_names=False))
 
 
 @as_it_is
@@ -154,18 +138,14 @@ def broadcast(
 ) -> Any:
     """The root's tensor, on every rank; its gradient is the average of the ranks' gradients."""
     check_process_set(process_set)
+    x = tf.convert_to_tensor(tensor)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def received(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            averages = _reduced(tf.convert_to_tensor(upstream), Average, name)
-            return averages if rank() == root_rank else averages * 0
+    def gradient(upstream: Any, _: Any) -> Any:
+        averages = _reduced(upstream, Average, name)
+        return averages if rank() == root_rank else averages * 0
 
-        types = [(x.dtype, x.shape)]
-        (result,) = _host_call(lambda x: ring.broadcast(x, root_rank), [x], types, "broadcast", name)
-        return result, gradient
-
-    return received(tf.convert_to_tensor(tensor))
+    types = [(x.dtype, x.shape)]
+    return _differentiable("broadcast", name, lambda x: ring.broadcast(x, root_rank), [x], types, gradient)
 
 
 @as_it_is
@@ -206,17 +186,11 @@ def _exchanged(x: Any, sent: list[Any], name: str | None) -> Any:
         counts = sent[0] if sent else np.full(size(), len(rows) // size(), np.int32)
         return received, ring.all_to_all(counts)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def exchanged(x: Any) -> tuple[Any, Callable[..., Any]]:
-        types = [(x.dtype, _any_rows(x)), (tf.int32, [None])]
-        rows, received = _host_call(exchange, [x, *sent], types, "alltoall", name)
+    def gradient(upstream: Any, results: Any) -> Any:
+        return _exchanged(upstream, [results[1]], name)[0]
 
-        def gradient(upstream: Any, _: Any) -> Any:
-            return _exchanged(tf.convert_to_tensor(upstream), [received], name)[0]
-
-        return (rows, received), gradient
-
-    return exchanged(x)
+    types = [(x.dtype, _any_rows(x)), (tf.int32, [None])]
+    return _differentiable("alltoall", name, exchange, [x, *sent], types, gradient)
 
 
 @as_it_is
@@ -239,25 +213,19 @@ def reducescatter(
     check_process_set(process_set)
     reduction = op_of(None, op)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def scattered(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def gradient(upstream: Any) -> Any:
-            _check_has_gradient("reducescatter", reduction)
-            gathered = allgather(tf.convert_to_tensor(upstream), name)
-            return gathered * tf.cast(size(), gathered.dtype) if reduction is Sum else gathered
-
+    def scattered(x: Any) -> Any:
         types = [(x.dtype, _any_rows(x))]
-        (result,) = _host_call(lambda x: ring.reduce_scatter(x, reduction), [x], types, "reducescatter", name)
-        return result, gradient
+        return _differentiable("reducescatter", name, lambda x: ring.reduce_scatter(x, reduction), [x], types, gradient)
+
+    def gradient(upstream: Any, _: Any) -> Any:
+        _check_has_gradient("reducescatter", reduction)
+        gathered = allgather(upstream, name)
+        return gathered * tf.cast(size(), gathered.dtype) if reduction is Sum else gathered
 
     return _scaled(tensor, compression, (prescale_factor, postscale_factor), scattered)
 
 
-@as_it_is
-@all_or_none
-def grouped_reducescatter(tensors: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """`reducescatter` several tensors; further arguments as there."""
-    return [reducescatter(tensor, *arguments, **options) for tensor in tensors]
+grouped_reducescatter = as_it_is(grouped(reducescatter, list, compares_names=False))
 
 
 def _scaled(tensor: Any, compression: Any, factors: tuple[float, float], reduce: Callable[[Any], Any]) -> Any:
@@ -285,16 +253,39 @@ def _any_rows(tensor: Any) -> Any:
     return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
 
 
+def _differentiable(
+    kind: str,
+    name: str | None,
+    collective: Callable[..., Any],
+    inputs: list[Any],
+    results: list[tuple[Any, Any]],
+    gradient: Callable[[Any, Any], Any],
+) -> Any:
+    """A `_host_call` that passes gradients to its first input.
+
+    Args:
+        kind, name, collective, inputs, results: as for `_host_call`.
+        gradient: the gradient of the first input, from that of the first result and from all results.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def operation(x: Any) -> tuple[Any, Callable[..., Any]]:
+        found = _host_call(kind, name, collective, [x, *inputs[1:]], results)
+        return found, lambda *upstream: gradient(tf.convert_to_tensor(upstream[0]), found)
+
+    return operation(inputs[0])
+
+
 def _host_call(
-    collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]], kind: str, name: str | None
-) -> list[Any]:
+    kind: str, name: str | None, collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]]
+) -> Any:
     """Call a collective on the host, now or whenever the `tf.function` that is being traced runs.
 
     Args:
+        kind, name: of the operation, as for `check_name`.
         collective: called with arrays.
         inputs: tensors.
         results: dtype and shape of each result.
-        kind, name: of the operation, as for `check_name`.
     """
     connect()
 
@@ -306,4 +297,5 @@ def _host_call(
     with restore_exceptions():
         found = tf.numpy_function(capture_exceptions(call), inputs, [dtype for dtype, _ in results])
     pairs = zip(tf.nest.flatten(found), results, strict=True)
-    return [tf.ensure_shape(one, shape) for one, (_, shape) in pairs]
+    shaped = tuple(tf.ensure_shape(one, shape) for one, (_, shape) in pairs)
+    return shaped if len(shaped) > 1 else shaped[0]

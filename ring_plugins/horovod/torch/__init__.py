@@ -34,7 +34,7 @@ from ring_plugins.horovod.basics import (
 from ring_plugins.horovod.basics import refuse_join as join
 from ring_plugins.horovod.torch import collectives
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
-from ring_plugins.horovod.torch.handles import poll, synchronize
+from ring_plugins.horovod.torch.collectives import poll, synchronize
 from ring_plugins.other_names import no_attribute
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
 

@@ -7,8 +7,10 @@ which are those of the sum of all ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 
@@ -18,17 +20,9 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import check_splits, rows_of
 from ring_plugins.core.functions import all_or_none
-from ring_plugins.horovod.basics import (
-    Average,
-    Compression,
-    Sum,
-    check_compression,
-    check_name,
-    check_process_set,
-    op_of,
-    size,
-)
-from ring_plugins.horovod.torch.handles import Handle
+from ring_plugins.horovod.basics import Average, Compression, Sum, begin, check_compression, grouped, op_of, size
+
+P = ParamSpec("P")
 
 __all__ = [
     "allgather",
@@ -57,61 +51,60 @@ __all__ = [
 ]
 
 
-@all_or_none
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Handle:
-    """Begin an all-reduce into a new tensor, which passes no gradient."""
-    return _begin_allreduce(tensor.detach(), None, average, name, op, prescale_factor, postscale_factor, process_set)
+class Handle:
+    """An operation under way, for `poll` and `synchronize`.
+
+    Args:
+        works: what it waits for, in this order.
+        finish: makes the result out of theirs.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[..., Any] = lambda result: result) -> None:
+        self._works, self._finish = works, finish
+        self._results: list[Any] = []
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._results) or all(work.done() for work in self._works)
+
+    def wait(self) -> Any:
+        """The result."""
+        if not self._results:
+            self._results.append(self._finish(*[work.wait() for work in self._works]))
+        return self._results[0]
+
+    __call__ = wait  # as scripts end a `sparse_allreduce_async`
 
 
-@all_or_none
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Handle:
-    """Begin an all-reduce in place."""
-    return _begin_allreduce(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+def poll(handle: Handle) -> bool:
+    """Whether an operation is over."""
+    return handle.done()
 
 
-def _begin_allreduce(
-    tensor: torch.Tensor,
-    out: torch.Tensor | None,
-    average: bool | None,
-    name: str | None,
-    op: Op | None,
-    before: float,
-    after: float,
-    process_set: Any,
-) -> Handle:
-    """Begin `after` x reduction of (`before` x `tensor`), into `out` or a new tensor."""
-    check_process_set(process_set)
-    reduction = op_of(average, op)
-    check_name("allreduce", name)
-    if before != 1.0 and out is None:
-        tensor = _times(tensor, before)
-    elif before != 1.0:
-        tensor.detach().copy_(_times(tensor.detach(), before))
-    values = tensor.detach()
-    work = ring.all_reduce(values, reduction, out=None if out is None else values, wait=False)
+def synchronize(handle: Handle) -> Any:
+    """Wait for an operation and return its result: a tensor, a list for a group, and for `alltoall_async` a pair."""
+    return handle.wait()
 
-    def finish(result: torch.Tensor) -> torch.Tensor:
-        if after != 1.0:
-            result.copy_(_times(result, after))
-        return result if out is None else out
 
-    return Handle([work], finish)
+def _completed(begin: Callable[P, Handle], name: str, returns: str = "torch.Tensor") -> Callable[P, Any]:
+    """The operation that waits for what `begin` begins, and returns the result."""
+    function: Callable[..., Handle] = vars(begin)["__wrapped__"]
+
+    @wraps(function)
+    def operation(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options).wait()
+
+    operation.__name__ = operation.__qualname__ = name
+    operation.__doc__ = f"`{begin.__name__}`, and wait for the result."
+    operation.__signature__ = inspect.signature(begin).replace(return_annotation=returns)  # type: ignore[attr-defined]
+    return all_or_none(operation)
+
+
+def _of_all(handles: list[Handle]) -> Handle:
+    return Handle(handles, lambda *results: list(results))
+
+
+# All-reduce ---------------------------------------------------------------------------------------
 
 
 @all_or_none
@@ -139,19 +132,15 @@ def allreduce(
     Raises:
         ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
     """
-    is_sent_in_half = check_compression(compression) and tensor.is_floating_point()
-    sent = tensor.half() if is_sent_in_half else tensor
-    if _needs_gradient(sent):
-        check_process_set(process_set)
-        reduction = op_of(average, op)
-        check_name("allreduce", name)
-        result = differentiable.all_reduce(sent * prescale_factor, reduction) * postscale_factor
-    else:
-        result = allreduce_async(sent, average, name, op, prescale_factor, postscale_factor, process_set).wait()
-    return result.to(tensor.dtype)
+    sent, reduction = _sent(tensor, compression), op_of(average, op)
+    begin("allreduce", name, process_set)
+    reduce = differentiable.all_reduce if _needs_gradient(sent) else ring.all_reduce
+    result: torch.Tensor = reduce(_times(sent, prescale_factor), reduction)
+    return _times(result, postscale_factor).to(tensor.dtype)
 
 
-def allreduce_(
+@all_or_none
+def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -159,47 +148,17 @@ def allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: Any = None,
-) -> torch.Tensor:
-    """Combine a tensor of all ranks in place."""
-    return torch.as_tensor(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
-    )
+) -> Handle:
+    """Begin an all-reduce into a new tensor, which passes no gradient."""
+    reduction = op_of(average, op)
+    begin("allreduce", name, process_set)
+    work = ring.all_reduce(_times(tensor.detach(), prescale_factor), reduction, wait=False)
+    return Handle([work], lambda result: _times(result, postscale_factor))
 
 
 @all_or_none
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> list[torch.Tensor]:
-    """Combine several tensors of all ranks."""
-    arguments = (average, None, compression, op, prescale_factor, postscale_factor, process_set)
-    check_name("grouped_allreduce", name)
-    return [allreduce(tensor, *arguments) for tensor in tensors]
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> list[torch.Tensor]:
-    """Combine several tensors of all ranks in place."""
-    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(grouped_allreduce_async_(tensors, *arguments).wait())
-
-
-@all_or_none
-def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
+def allreduce_async_(
+    tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -207,26 +166,25 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Handle:
-    """Begin to combine several tensors of all ranks; the results pass no gradients."""
-    arguments = (average, None, op, prescale_factor, postscale_factor, process_set)
-    check_name("grouped_allreduce", name)
-    return Handle([allreduce_async(tensor, *arguments) for tensor in tensors], _listed)
+    """Begin an all-reduce in place."""
+    reduction, values = op_of(average, op), tensor.detach()
+    begin("allreduce", name, process_set)
+    if prescale_factor != 1.0:
+        values.copy_(_times(values, prescale_factor))
+
+    def finish(result: torch.Tensor) -> torch.Tensor:
+        if postscale_factor != 1.0:
+            result.copy_(_times(result, postscale_factor))
+        return tensor
+
+    return Handle([ring.all_reduce(values, reduction, out=values, wait=False)], finish)
 
 
-@all_or_none
-def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Handle:
-    """Begin to combine several tensors of all ranks in place."""
-    arguments = (average, None, op, prescale_factor, postscale_factor, process_set)
-    check_name("grouped_allreduce", name)
-    return Handle([allreduce_async_(tensor, *arguments) for tensor in tensors], _listed)
+allreduce_ = _completed(allreduce_async_, "allreduce_")
+grouped_allreduce = grouped(allreduce, list)
+grouped_allreduce_async = grouped(allreduce_async, _of_all)
+grouped_allreduce_async_ = grouped(allreduce_async_, _of_all)
+grouped_allreduce_ = _completed(grouped_allreduce_async_, "grouped_allreduce_", "list[torch.Tensor]")
 
 
 @all_or_none
@@ -246,13 +204,12 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set:
         ArgumentError: `tensor` is not sparse, or another `op`.
         MismatchError: names or shapes differ among ranks.
     """
-    check_process_set(process_set)
     if not tensor.is_sparse:
         raise ArgumentError(f"tensor has layout={tensor.layout}; call hvd.allreduce_async(tensor) for dense tensors.")
     reduction = op_of(None, op)
     if reduction not in (Average, Sum):
         raise ArgumentError(f"op={op!r} of a sparse tensor must be hvd.Average or hvd.Sum.")
-    check_name("sparse_allreduce", f"{name} of shape {tuple(tensor.shape)}")
+    begin("sparse_allreduce", f"{name} of shape {tuple(tensor.shape)}", process_set)
     entries = tensor.detach()
     indices = ring.all_gather(entries._indices().t().contiguous(), wait=False)
     values = ring.all_gather(entries._values(), wait=False)
@@ -264,40 +221,27 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set:
     return Handle([indices, values], finish)
 
 
+# The others ---------------------------------------------------------------------------------------
+
+
 @all_or_none
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
     if not _needs_gradient(tensor):
         return torch.as_tensor(allgather_async(tensor, name, process_set).wait())
-    check_process_set(process_set)
-    check_name("allgather", name)
+    begin("allgather", name, process_set)
     return differentiable.all_gather(_with_gradient_times(1 / size(), tensor))
 
 
 @all_or_none
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Handle:
     """Begin an `allgather`, which passes no gradient."""
-    check_process_set(process_set)
-    check_name("allgather", name)
-    return Handle([ring.all_gather(tensor.detach(), wait=False)], _as_it_is)
+    begin("allgather", name, process_set)
+    return Handle([ring.all_gather(tensor.detach(), wait=False)])
 
 
-@all_or_none
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
-) -> list[torch.Tensor]:
-    """`allgather` several tensors."""
-    check_name("grouped_allgather", name)
-    return [allgather(tensor, None, process_set) for tensor in tensors]
-
-
-@all_or_none
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
-) -> Handle:
-    """Begin to `allgather` several tensors; the results pass no gradients."""
-    check_name("grouped_allgather", name)
-    return Handle([allgather_async(tensor, None, process_set) for tensor in tensors], _listed)
+grouped_allgather = grouped(allgather, list)
+grouped_allgather_async = grouped(allgather_async, _of_all)
 
 
 @all_or_none
@@ -305,31 +249,26 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     """The root's tensor, on every rank; its gradient is the average of the ranks' gradients."""
     if not _needs_gradient(tensor):
         return torch.as_tensor(broadcast_async(tensor, root_rank, name, process_set).wait())
-    check_process_set(process_set)
-    check_name("broadcast", name)
+    begin("broadcast", name, process_set)
     return differentiable.broadcast(_with_gradient_times(1 / size(), tensor), root_rank)
-
-
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Overwrite a tensor with the root's."""
-    return torch.as_tensor(broadcast_async_(tensor, root_rank, name, process_set).wait())
 
 
 @all_or_none
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
     """Begin a `broadcast`, which passes no gradient."""
-    check_process_set(process_set)
-    check_name("broadcast", name)
-    return Handle([ring.broadcast(tensor.detach(), root_rank, wait=False)], _as_it_is)
+    begin("broadcast", name, process_set)
+    return Handle([ring.broadcast(tensor.detach(), root_rank, wait=False)])
 
 
 @all_or_none
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Handle:
-    """Begin a `broadcast_`."""
-    check_process_set(process_set)
-    check_name("broadcast", name)
+    """Begin to overwrite a tensor with the root's."""
+    begin("broadcast", name, process_set)
     values = tensor.detach()
     return Handle([ring.broadcast(values, root_rank, out=values, wait=False)], lambda _: tensor)
+
+
+broadcast_ = _completed(broadcast_async_, "broadcast_")
 
 
 @all_or_none
@@ -348,8 +287,7 @@ def alltoall(
         The rows that came, in rank order; with `splits` also how many came from each rank.
     """
     if _needs_gradient(tensor):
-        check_process_set(process_set)
-        check_name("alltoall", name)
+        begin("alltoall", name, process_set)
         sent = _rows_sent(tensor, splits)
         rows, received = differentiable.all_to_all(tensor, sent.tolist()), ring.all_to_all(sent)
     else:
@@ -362,8 +300,7 @@ def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Handle:
     """Begin an `alltoall`, which passes no gradient; its result is a pair also without `splits`."""
-    check_process_set(process_set)
-    check_name("alltoall", name)
+    begin("alltoall", name, process_set)
     sent = _rows_sent(tensor, splits)
     works = ring.all_to_all(tensor.detach(), sent.tolist(), wait=False), ring.all_to_all(sent, wait=False)
     return Handle(works, lambda rows, received: (rows, received))
@@ -390,16 +327,15 @@ def reducescatter(
 
     Average and Sum pass gradients: with Average the concatenation of the ranks' gradients, with Sum n times that.
     """
-    is_sent_in_half = check_compression(compression) and tensor.is_floating_point()
-    sent = tensor.half() if is_sent_in_half else tensor
+    sent, reduction = _sent(tensor, compression), op_of(None, op)
+    begin("reducescatter", name, process_set)
+    result: torch.Tensor
     if _needs_gradient(sent):
-        check_process_set(process_set)
-        check_name("reducescatter", name)
-        scaled = _with_gradient_times(size(), sent) * prescale_factor
-        result = differentiable.reduce_scatter(scaled, op_of(None, op)) * postscale_factor
+        scaled = _with_gradient_times(size(), _times(sent, prescale_factor))
+        result = differentiable.reduce_scatter(scaled, reduction)
     else:
-        result = reducescatter_async(sent, name, op, process_set, prescale_factor, postscale_factor).wait()
-    return result.to(tensor.dtype)
+        result = ring.reduce_scatter(_times(sent, prescale_factor), reduction)
+    return _times(result, postscale_factor).to(tensor.dtype)
 
 
 @all_or_none
@@ -412,42 +348,17 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Begin a `reducescatter`, which passes no gradient."""
-    check_process_set(process_set)
-    check_name("reducescatter", name)
-    values = tensor.detach() if prescale_factor == 1.0 else _times(tensor.detach(), prescale_factor)
-    work = ring.reduce_scatter(values, op_of(None, op), wait=False)
-    return Handle([work], lambda result: result if postscale_factor == 1.0 else _times(result, postscale_factor))
+    reduction = op_of(None, op)
+    begin("reducescatter", name, process_set)
+    work = ring.reduce_scatter(_times(tensor.detach(), prescale_factor), reduction, wait=False)
+    return Handle([work], lambda result: _times(result, postscale_factor))
 
 
-@all_or_none
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op = Average,
-    process_set: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """`reducescatter` several tensors."""
-    check_name("grouped_reducescatter", name)
-    arguments = (None, compression, op, process_set, prescale_factor, postscale_factor)
-    return [reducescatter(tensor, *arguments) for tensor in tensors]
+grouped_reducescatter = grouped(reducescatter, list)
+grouped_reducescatter_async = grouped(reducescatter_async, _of_all)
 
 
-@all_or_none
-def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    op: Op = Average,
-    process_set: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Begin to `reducescatter` several tensors; the results pass no gradients."""
-    check_name("grouped_reducescatter", name)
-    arguments = (None, op, process_set, prescale_factor, postscale_factor)
-    return Handle([reducescatter_async(tensor, *arguments) for tensor in tensors], _listed)
+# Helpers ------------------------------------------------------------------------------------------
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
@@ -461,15 +372,13 @@ def _with_gradient_times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
     return same
 
 
+def _sent(tensor: torch.Tensor, compression: Any) -> torch.Tensor:
+    return tensor.half() if check_compression(compression) and tensor.is_floating_point() else tensor
+
+
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply in the tensor's dtype; integers as Horovod does, which computes in float64 and cuts off the rest."""
+    if factor == 1.0:
+        return tensor
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     return (tensor.double() * factor).to(tensor.dtype) if is_whole else tensor * factor
-
-
-def _as_it_is(result: torch.Tensor) -> torch.Tensor:
-    return result
-
-
-def _listed(*results: torch.Tensor) -> list[torch.Tensor]:
-    return list(results)
