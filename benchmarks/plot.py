@@ -25,8 +25,8 @@ from between_hosts import limit
 from measure import RESULTS, load
 from timeline import draw as draw_timeline
 
-from ring_plugins.drawing import COLORS, draw_scaling
 from ring_plugins.planning import counts, parse, predict, reference
+from ring_plugins.planning.drawing import COLORS, draw_scaling
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 LABELS = {

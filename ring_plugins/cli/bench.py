@@ -98,7 +98,7 @@ def bench(
     elif first:
         _print(Console(), curve)
     if first and png is not None:
-        from ring_plugins.drawing import draw_curve
+        from ring_plugins.planning.drawing import draw_curve
 
         draw_curve(curve, png)
     ring.shutdown()

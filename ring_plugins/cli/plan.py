@@ -106,7 +106,7 @@ def plan(
     else:
         _print(what, between, per_host, predictions, needed, target)
     if png is not None:
-        from ring_plugins.drawing import draw_scaling
+        from ring_plugins.planning.drawing import draw_scaling
 
         draw_scaling({between.name: predictions}, f"{what.name}, {_count(per_host, 'rank')} per host", png)
 

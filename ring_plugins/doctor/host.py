@@ -1,30 +1,28 @@
-"""Examine one host. MPI, network, packages and settings have their own files; everything else is here."""
+"""Examine one host: cores, memory, network and limits. GPUs, MPI, packages and settings have their own files."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.base.install import pip_command
-from ring_plugins.core.gpu import load_nccl
-from ring_plugins.core.gpu.library import NCCL_WHEELS
-from ring_plugins.core.gpu.nccl import version_text
+from ring_plugins.core.base.errors import LaunchError, RingError
 from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment, is_available
+from ring_plugins.core.net.network_choice import own_interfaces
+from ring_plugins.doctor.facts import network_interfaces, resolve
 from ring_plugins.doctor.findings import Check, Finding, error, fine, run_check, warning
-from ring_plugins.doctor.gpu_paths import gpu_paths
+from ring_plugins.doctor.gpus import gpu_paths, gpus, nccl
+from ring_plugins.doctor.installation import packages, settings
 from ring_plugins.doctor.mpi import mpi
-from ring_plugins.doctor.network import host_name, networks
-from ring_plugins.doctor.packages import installed, packages
-from ring_plugins.doctor.settings import settings
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -34,68 +32,6 @@ def examine_host() -> Iterator[Finding]:
     """Run every check that needs no other ranks. Takes a few seconds and initializes neither MPI nor CUDA."""
     for check in CHECKS:
         yield from run_check(check)
-
-
-def nccl() -> Iterator[Finding]:
-    """Find NCCL and its version, and wheels that overwrite each other's."""
-    yield from conflicting_nccl({wheel: found for wheel in NCCL_WHEELS if (found := installed(wheel))})
-    version, path = find_nccl()
-    if version is not None:
-        yield fine("NCCL", f"{version} from {path}", version=version, path=path)
-        return
-    if not gpu_names() and not config.NCCL_LIBRARY.is_set():
-        yield fine("NCCL", "not needed: this host has no GPU")
-        return
-    yield error("NCCL", path, f"{pip_command('nccl')} adds it for CUDA 12, [nccl-cu13] for CUDA 13.")
-
-
-def conflicting_nccl(wheels: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn if several of NVIDIA's wheels are installed: they own the same file, and the last one has overwritten it.
-
-    Args:
-        wheels: those installed, name -> version.
-    """
-    if len(wheels) > 1:
-        names = " and ".join(f"{name} {version}" for name, version in wheels.items())
-        yield warning(
-            "NCCL",
-            f"{names} are both installed and own one file, nvidia/nccl/lib/libnccl.so.2: one overwrote the other's",
-            "Uninstall both, then reinstall the one that torch needs (`pip show torch` lists it; cu13 for CUDA 13).",
-            wheels=dict(wheels),
-        )
-
-
-def find_nccl() -> tuple[str | None, str]:
-    """Return the version and path of the NCCL that would be used, or None and the reason why there is none."""
-    try:
-        library = load_nccl()
-    except RingError as problem:
-        return None, str(problem)
-    return version_text(library.version), library.path
-
-
-def gpus() -> Iterator[Finding]:
-    """List the GPUs, and check that torch was built for them."""
-    names = gpu_names()
-    yield fine("GPUs", "; ".join(names) or "none: ranks compute on CPUs", gpus=names)
-    torch = installed("torch")
-    if names and torch is not None and torch.endswith("+cpu"):
-        yield warning("GPUs", f"torch {torch} was built without CUDA", "pip install torch, from the index with CUDA.")
-
-
-def gpu_names() -> list[str]:
-    """One line per GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    done = subprocess.run(
-        [tool, "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def cores() -> Iterator[Finding]:
@@ -164,6 +100,51 @@ def limits() -> Iterator[Finding]:
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / _MIB:.0f} MiB"
     advice = "" if locked == resource.RLIM_INFINITY else "InfiniBand and RoCE need `ulimit -l unlimited`."
     yield fine("limits", f"{files} open files, {text} of locked memory", advice, **evidence)
+
+
+def networks() -> Iterator[Finding]:
+    """List the interfaces, and those that data between hosts may take."""
+    found = network_interfaces()
+    external = [one for one in found if one.external]
+    evidence: dict[str, Any] = {"interfaces": [asdict(one) for one in found]}
+    listed = ", ".join(map(str, found))
+    wanted = config.INTERFACE.get()
+    try:
+        own_interfaces(0)
+    except LaunchError as problem:
+        choices = ", ".join(one.name for one in external) or "none"
+        yield error("network", str(problem), f"Choose among {choices}, or unset RING_INTERFACE.", **evidence)
+        return
+    if not external:
+        yield warning("network", f"only {listed}: no other host can be reached", "ip link; ip address", **evidence)
+    elif wanted:
+        yield fine("network", f"{listed}; RING_INTERFACE={wanted} decides which is used between hosts", **evidence)
+    else:
+        choices = " or ".join(one.name for one in external)
+        which = choices if len(external) == 1 else f"{choices}, the fastest that all hosts are on,"
+        yield fine("network", f"{listed}; between hosts {which} would be used", **evidence)
+
+
+def host_name() -> Iterator[Finding]:
+    """Check that this host's own name resolves to an address that others can use."""
+    name = socket.gethostname()
+    found = resolve(name)
+    if not found:
+        yield warning(
+            "host name",
+            f"{name} does not resolve, not even on this host",
+            f"Add a line to /etc/hosts on every host: ADDRESS {name}",
+        )
+    elif all(address.startswith("127.") for address in found):
+        yield fine(
+            "host name",
+            f"{name} resolves to {', '.join(found)} here, a loopback address; a job on several hosts that uses this "
+            "name for its rendezvous will not find this host",
+            f"For several hosts, put the address that others can reach into /etc/hosts instead: ADDRESS {name}",
+            addresses=found,
+        )
+    else:
+        yield fine("host name", f"{name} resolves to {', '.join(found)}", addresses=found)
 
 
 CHECKS: tuple[Check, ...] = (packages, mpi, nccl, gpus, gpu_paths, cores, memory, networks, host_name, limits, settings)

@@ -6,18 +6,22 @@ The comparisons are pure functions of facts and links, so that tests need not re
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+import ring_plugins as ring
 from ring_plugins.benchmarking import Curve, all_reduce_curve, host_backends
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.linux import thread_count
 from ring_plugins.core.world import current
 from ring_plugins.doctor.facts import Facts, gather_facts
 from ring_plugins.doctor.findings import Finding, error, fine, warning
-from ring_plugins.doctor.gpu_paths import DRIVER
+from ring_plugins.doctor.gpus import DRIVER
 from ring_plugins.doctor.links import Link, measure_links
-from ring_plugins.doctor.threads import ThreadCost, measure_thread_cost
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
 _SECONDS_PER_SIZE = 0.4
@@ -35,6 +39,7 @@ _UNBIND = (
     "mpirun --bind-to none, or ring run, which does not bind; or one core per rank: mpirun --map-by "
     "ppr:N:node:PE=CORES --bind-to core"
 )
+_ROUNDS, _SECONDS, _WIDTH = 3, 0.15, 384
 
 
 @dataclass(frozen=True)
@@ -96,22 +101,18 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
 
 def check_placement(
     facts: Sequence[Facts], links: Sequence[Link] = (), costs: Mapping[str, ThreadCost] | None = None
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """Find ranks that take turns on one core, and hosts with more ranks or threads than cores."""
-    found = False
-    for machine in dict.fromkeys(fact.kernel for fact in facts):
-        here = [fact for fact in facts if fact.kernel == machine]
+    found = []
+    for machine, ranks in by_kernel(facts).items():
+        here = list(ranks)
         for core in sorted({fact.cores[0] for fact in here if len(fact.cores) == 1}):
             bound = [fact for fact in here if fact.cores == (core,)]
             if len(bound) > 1:
-                found = True
                 here = [fact for fact in here if fact not in bound]
-                yield _bound_to_one_core(core, bound, links)
-        if finding := _oversubscribed(here, (costs or {}).get(machine)):
-            found = True
-            yield finding
-    if not found:
-        yield fine("placement", f"no core is shared by two of the {len(facts)} ranks")
+                found.append(_bound_to_one_core(core, bound, links))
+        found += _oversubscribed(here, (costs or {}).get(machine))
+    return found or [fine("placement", f"no core is shared by two of the {len(facts)} ranks")]
 
 
 def _bound_to_one_core(core: int, bound: Sequence[Facts], links: Sequence[Link]) -> Finding:
@@ -131,79 +132,148 @@ def _bound_to_one_core(core: int, bound: Sequence[Facts], links: Sequence[Link])
     )
 
 
-def _oversubscribed(here: Sequence[Facts], cost: ThreadCost | None) -> Finding | None:
+def _oversubscribed(here: Sequence[Facts], cost: ThreadCost | None) -> Iterator[Finding]:
     """Find more ranks or threads than cores on one machine."""
-    cores = len({core for fact in here for core in fact.cores})
-    threads = sum(fact.threads for fact in here)
+    cores, threads = cores_of(here), sum(fact.threads for fact in here)
     if threads <= cores:
-        return None
+        return
     share = f"share {cores} core{'s' if cores > 1 else ''} of {here[0].host}"
     if len(here) > cores:
-        return warning(
+        yield warning(
             "oversubscription",
             f"{len(here)} ranks {share}",
             f"Start at most {cores} of them there, or use more hosts.",
             ranks=len(here),
             cores=cores,
         )
-    return warning(
-        "oversubscription",
-        f"{len(here)} ranks with {threads} threads in all {share}{f'; {cost}' if cost is not None else ''}",
-        f"export OMP_NUM_THREADS={max(1, cores // len(here))}",
-        threads=threads,
-        cores=cores,
-        milliseconds=cost and cost.milliseconds,
-        milliseconds_with_share=cost and cost.milliseconds_with_share,
-    )
-
-
-def check_agreement(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Find packages and RING_* variables that differ among ranks."""
-    found = False
-    for package in facts[0].versions:
-        ranks_by_version: dict[str, list[int]] = {}
-        for fact in facts:
-            version = fact.versions.get(package) or "not installed"
-            if package == "python":
-                version = ".".join(version.split(".")[:2])
-            ranks_by_version.setdefault(version, []).append(fact.rank)
-        if len(ranks_by_version) == 1:
-            continue
-        found = True
-        listed = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_by_version.items())
-        severity = error if package in _MUST_AGREE else warning
-        yield severity(
-            "versions",
-            f"{package} differs: {listed}",
-            "Install one release of the driver on all hosts."
-            if package == DRIVER
-            else "Use the same environment on every host, for example on a shared file system.",
-            package=package,
-            ranks=ranks_by_version,
+    else:
+        yield warning(
+            "oversubscription",
+            f"{len(here)} ranks with {threads} threads in all {share}{f'; {cost}' if cost is not None else ''}",
+            f"export OMP_NUM_THREADS={max(1, cores // len(here))}",
+            threads=threads,
+            cores=cores,
+            milliseconds=cost and cost.milliseconds,
+            milliseconds_with_share=cost and cost.milliseconds_with_share,
         )
-    for name in sorted({name for fact in facts for name in fact.variables}):
-        ranks_by_value: dict[str, list[int]] = {}
-        for fact in facts:
-            ranks_by_value.setdefault(fact.variables.get(name, "not set"), []).append(fact.rank)
-        if len(ranks_by_value) > 1:
-            found = True
-            listed = "; ".join(f"{value!r} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-            yield warning(
-                "settings",
-                f"{name} differs: {listed}",
-                f"Pass it to every rank: mpirun -x {name} (Open MPI), mpiexec -genv {name} VALUE (MPICH).",
-                variable=name,
+
+
+class ThreadCost(NamedTuple):
+    """Time of a matrix product while all ranks of a host compute.
+
+    Attributes:
+        threads, share: number of threads of a rank, and its share of the cores.
+        milliseconds, milliseconds_with_share: with either.
+    """
+
+    threads: int
+    share: int
+    milliseconds: float
+    milliseconds_with_share: float
+
+    def __str__(self) -> str:
+        ratio = self.milliseconds / self.milliseconds_with_share
+        return (
+            f"numpy's matrix products on all ranks at once take {self.milliseconds:.2f} ms with {self.threads} threads "
+            f"each, {self.milliseconds_with_share:.2f} ms with {self.share}: {ratio:.1f} times as long"
+        )
+
+
+def measure_thread_cost(facts: Sequence[Facts]) -> dict[str, ThreadCost]:
+    """What its threads cost each host that has fewer cores, by `Facts.kernel`. Collective; takes about a second.
+
+    All ranks multiply matrices at once, as in training: in turns with their number of threads and with their share of
+    the cores. numpy's library stands for the frameworks', which take long to load; they suffer more, having more
+    parallel regions in a step.
+    """
+    hosts = by_kernel(facts)
+    too_many = [kernel for kernel, here in hosts.items() if has_too_many_threads(here)]
+    if not too_many:
+        return {}
+    own = facts[current().topology.rank].kernel
+    share = max(1, cores_of(hosts[own]) // len(hosts[own]))
+    times: list[list[float]] = [[], []]
+    threads = 0
+    for _ in range(_ROUNDS):
+        for number, found in zip((None, share), times, strict=True):
+            with thread_count.linear_algebra_threads(number) as used:
+                threads = max(threads, used)
+                ring.barrier()
+                found.append(_product())
+    medians = [statistics.median(found) * 1e3 for found in times]
+    everyone = ring.all_gather_object([own, threads, share, *medians])
+    slowest = sorted(everyone, key=lambda item: item[3])
+    return {kernel: ThreadCost(*item) for kernel, *item in slowest if kernel in too_many}
+
+
+def by_kernel(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
+    """The ranks that share cores."""
+    found: dict[str, list[Facts]] = {}
+    for fact in facts:
+        found.setdefault(fact.kernel, []).append(fact)
+    return found
+
+
+def cores_of(here: Sequence[Facts]) -> int:
+    """How many cores the ranks of a host may use together."""
+    return len({core for fact in here for core in fact.cores})
+
+
+def has_too_many_threads(here: Sequence[Facts]) -> bool:
+    """Whether the ranks of a host, of which there is a core for each, start more threads than cores."""
+    return len(here) <= cores_of(here) < sum(fact.threads for fact in here)
+
+
+def _product() -> float:
+    """Seconds of a matrix product, the median over a while."""
+    matrix = np.ones((_WIDTH, _WIDTH), np.float32)
+    seconds: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while not seconds or time.perf_counter() < end:
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def check_agreement(facts: Sequence[Facts]) -> list[Finding]:
+    """Find packages and RING_* variables that differ among ranks."""
+
+    def differing(values: Iterable[str]) -> dict[str, list[int]]:
+        """The ranks by their value; empty if all have one."""
+        ranks: dict[str, list[int]] = {}
+        for fact, value in zip(facts, values, strict=True):
+            ranks.setdefault(value, []).append(fact.rank)
+        return ranks if len(ranks) > 1 else {}
+
+    found = []
+    for package in facts[0].versions:
+        versions = [fact.versions.get(package) or "not installed" for fact in facts]
+        if package == "python":
+            versions = [".".join(version.split(".")[:2]) for version in versions]
+        if ranks := differing(versions):
+            listed = "; ".join(f"{version} on {name_ranks(those)}" for version, those in ranks.items())
+            severity = error if package in _MUST_AGREE else warning
+            remedy = (
+                "Install one release of the driver on all hosts."
+                if package == DRIVER
+                else "Use the same environment on every host, for example on a shared file system."
             )
-    if not found:
-        yield fine("versions", f"Python, packages and RING_* variables agree on {len(facts)} ranks")
+            found.append(severity("versions", f"{package} differs: {listed}", remedy, package=package, ranks=ranks))
+    for name in sorted({name for fact in facts for name in fact.variables}):
+        if ranks := differing(fact.variables.get(name, "not set") for fact in facts):
+            listed = "; ".join(f"{value!r} on {name_ranks(those)}" for value, those in ranks.items())
+            remedy = f"Pass it to every rank: mpirun -x {name} (Open MPI), mpiexec -genv {name} VALUE (MPICH)."
+            found.append(warning("settings", f"{name} differs: {listed}", remedy, variable=name))
+    return found or [fine("versions", f"Python, packages and RING_* variables agree on {len(facts)} ranks")]
 
 
-def check_host_names(facts: Sequence[Facts]) -> Iterator[Finding]:
+def check_host_names(facts: Sequence[Facts]) -> list[Finding]:
     """Find host names that do not resolve, or resolve to loopback or to the address of another host."""
     hosts = {fact.host: fact for fact in reversed(facts)}
     if len({fact.node for fact in facts}) < 2:
-        return
-    found = False
+        return []
+    found = []
     for asking in hosts.values():
         for host, addresses in asking.resolved.items():
             named = hosts.get(host)
@@ -216,42 +286,35 @@ def check_host_names(facts: Sequence[Facts]) -> Iterator[Finding]:
                 problem = f"resolves to {', '.join(addresses)}, which is not an address of {host}"
             else:
                 continue
-            found = True
             address = next(iter(named.external_addresses if named else []), "ADDRESS")
-            yield warning(
-                "host names",
-                f"on {asking.host} the name {host} {problem}",
+            remedy = (
                 f"Put `{address} {host}` into /etc/hosts of {asking.host}, or start the job with addresses instead of "
-                "names.",
-                asking=asking.host,
-                host=host,
-                addresses=addresses,
+                "names."
             )
-    if not found:
-        yield fine("host names", f"each of the {len(hosts)} hosts can resolve the names of the others")
+            text = f"on {asking.host} the name {host} {problem}"
+            found.append(warning("host names", text, remedy, asking=asking.host, host=host, addresses=addresses))
+    return found or [fine("host names", f"each of the {len(hosts)} hosts can resolve the names of the others")]
 
 
-def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
+def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
     """Find slow links, slow messages, and traffic on the slower of two networks."""
     if not links:
-        return
+        return []
     first = {fact.node: fact for fact in reversed(facts)}
-    found = False
+    found: list[Finding] = []
     for link in links:
         one, other = (first[node] for node in link.nodes)
-        on_one_core = one.kernel == other.kernel and len(one.cores) == 1 and one.cores == other.cores
-        latency = () if on_one_core else tuple(_slow_message(link))  # `check_placement` names the cause
-        for finding in (*_slow_link(link, links, first), *_slower_interface(link), *latency):
-            found = True
-            yield finding
-    if not found:
-        rates = [rate for link in links for rate in link.gigabits]
-        slowest = max(link.microseconds for link in links)
-        yield fine(
+        found += [*_slow_link(link, links, first), *_slower_interface(link)]
+        if not (one.kernel == other.kernel and len(one.cores) == 1 and one.cores == other.cores):
+            found += _slow_message(link)  # else `check_placement` names the cause
+    rates = [rate for link in links for rate in link.gigabits]
+    return found or [
+        fine(
             "links",
             f"{len(links)} pair{'s' if len(links) > 1 else ''} of hosts: {min(rates):.2f} to {max(rates):.2f} Gbit/s, "
-            f"small messages in up to {slowest:.0f} µs",
+            f"small messages in up to {max(link.microseconds for link in links):.0f} µs",
         )
+    ]
 
 
 def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.own_python import own_python
 from ring_plugins.doctor.findings import Finding, error, fine, warning
-from ring_plugins.doctor.packages import installed
+from ring_plugins.doctor.installation import installed
 from ring_plugins.launcher import mpirun
 
 _ADD = pip_command("mpi")

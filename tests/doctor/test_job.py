@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
-from ring_plugins.doctor.facts import Facts
+from ring_plugins.doctor.facts import Facts, NetworkInterface
 from ring_plugins.doctor.findings import Severity
-from ring_plugins.doctor.job import check_agreement, check_host_names, check_links, check_placement
+from ring_plugins.doctor.job import (
+    ThreadCost,
+    check_agreement,
+    check_host_names,
+    check_links,
+    check_placement,
+    has_too_many_threads,
+)
 from ring_plugins.doctor.links import Link, rounds
-from ring_plugins.doctor.network import NetworkInterface
-from ring_plugins.doctor.threads import ThreadCost, has_too_many_threads
 
 
 def facts(count, **changes):

@@ -1,6 +1,6 @@
-"""Examine the paths of a host's GPUs: to each other, to its network cards, and past its main memory.
+"""Examine a host's GPUs: NCCL, torch, and their paths to each other, to network cards, and past main memory.
 
-Everything is read from what the driver and the kernel say, without touching a GPU.
+Paths are read from what the driver and the kernel say, without touching a GPU.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ring_plugins.doctor.findings import Finding, fine, warning
+from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.base.install import pip_command
+from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.gpu.library import NCCL_WHEELS
+from ring_plugins.core.gpu.nccl import version_text
+from ring_plugins.doctor.findings import Finding, error, fine, warning
+from ring_plugins.doctor.installation import installed
 
 #: The name of NVIDIA's kernel driver among the versions that ranks compare.
 DRIVER = "NVIDIA driver"
@@ -24,9 +31,71 @@ _ORDER = ("NV", "PIX", "PXB", *THROUGH_THE_HOST)
 _DMA_BUF_SINCE = (5, 12)
 
 
+def nccl() -> Iterator[Finding]:
+    """Find NCCL and its version, and wheels that overwrite each other's."""
+    yield from conflicting_nccl({wheel: found for wheel in NCCL_WHEELS if (found := installed(wheel))})
+    version, path = find_nccl()
+    if version is not None:
+        yield fine("NCCL", f"{version} from {path}", version=version, path=path)
+        return
+    if not gpu_names() and not config.NCCL_LIBRARY.is_set():
+        yield fine("NCCL", "not needed: this host has no GPU")
+        return
+    yield error("NCCL", path, f"{pip_command('nccl')} adds it for CUDA 12, [nccl-cu13] for CUDA 13.")
+
+
+def conflicting_nccl(wheels: Mapping[str, str]) -> Iterator[Finding]:
+    """Warn if several of NVIDIA's wheels are installed: they own the same file, and the last one has overwritten it.
+
+    Args:
+        wheels: those installed, name -> version.
+    """
+    if len(wheels) > 1:
+        names = " and ".join(f"{name} {version}" for name, version in wheels.items())
+        yield warning(
+            "NCCL",
+            f"{names} are both installed and own one file, nvidia/nccl/lib/libnccl.so.2: one overwrote the other's",
+            "Uninstall both, then reinstall the one that torch needs (`pip show torch` lists it; cu13 for CUDA 13).",
+            wheels=dict(wheels),
+        )
+
+
+def find_nccl() -> tuple[str | None, str]:
+    """Return the version and path of the NCCL that would be used, or None and the reason why there is none."""
+    try:
+        library = load_nccl()
+    except RingError as problem:
+        return None, str(problem)
+    return version_text(library.version), library.path
+
+
+def gpus() -> Iterator[Finding]:
+    """List the GPUs, and check that torch was built for them."""
+    names = gpu_names()
+    yield fine("GPUs", "; ".join(names) or "none: ranks compute on CPUs", gpus=names)
+    torch = installed("torch")
+    if names and torch is not None and torch.endswith("+cpu"):
+        yield warning("GPUs", f"torch {torch} was built without CUDA", "pip install torch, from the index with CUDA.")
+
+
+def gpu_names() -> list[str]:
+    """One line per GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
+    listed = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
+    return [line.strip() for line in listed.splitlines() if line.strip()]
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What the tool prints; "" where it is missing or fails."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
 def gpu_paths() -> Iterator[Finding]:
     """Check the paths between GPUs and from GPUs to RDMA network cards, where there are any."""
-    matrix = read_matrix(_topology())
+    matrix = read_matrix(_nvidia_smi("topo", "-m"))
     yield from check_matrix(matrix)
     if any(name.startswith("GPU") for name in matrix):
         yield from check_direct_rdma(
@@ -50,14 +119,6 @@ def driver_version(text: str | None = None) -> str | None:
     """
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", _driver() if text is None else text)
     return found and found[1]
-
-
-def _topology() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    done = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout if done.returncode == 0 else ""
 
 
 def rdma_cards() -> list[str]:

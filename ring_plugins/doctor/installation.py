@@ -1,15 +1,17 @@
-"""Examine installed packages: their versions, outdated ones, and the command that installs or updates them."""
+"""Examine what is installed and set: versions of packages, outdated ones, and RING_* environment variables."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.requirements import Requirement
 
+from ring_plugins.core.base import config
 from ring_plugins.core.base.install import pip_command
-from ring_plugins.doctor.findings import Finding, fine, warning
+from ring_plugins.doctor.findings import Finding, error, fine, warning
 
 #: Package -> the extra of ring_plugins that installs it.
 EXTRAS = {
@@ -28,6 +30,13 @@ _INSTEAD = {
     "nvidia-nccl-cu12": ("nvidia-nccl-cu13",),
     "tensorflow": ("tensorflow-cpu",),
 }
+_PAGE = "docs/environment.md lists all variables."
+#: Variables of other libraries, shown because they change the behavior of a job.
+_OTHERS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+_PREFIXES = ("NCCL_", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "UCX_", "FI_")
+_KNOWN = {**config.ALL, **{variable.older: variable for variable in config.ALL.values() if variable.older}}
+#: Never shown: the secret, and variables that our launchers set for the processes that they start.
+_HIDDEN = {config.SECRET.name} | {variable.name for variable in config.ALL.values() if variable.is_internal}
 
 
 def installed(name: str) -> str | None:
@@ -85,3 +94,28 @@ def unmet(present: Mapping[str, str], requirements: Sequence[str]) -> Iterator[F
                 f"{requirement.name} is {version}, but ring_plugins needs {requirement.name}{requirement.specifier}",
                 f'pip install "{requirement.name}{requirement.specifier}"',
             )
+
+
+def shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """The RING_* variables of an environment, without the secret and internal ones."""
+    return {name: value for name, value in environment.items() if name.startswith("RING_") and name not in _HIDDEN}
+
+
+def settings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check the variables of an environment, by default of this process's."""
+    ours = shown(environment)
+    unknown = config.unknown(ours)
+    for name, value in ours.items():
+        if name in unknown:
+            guess = f"Did you mean {unknown[name]}? " if unknown[name] else ""
+            yield warning("settings", f"{name}={value} is not a variable that ring_plugins reads", guess + _PAGE)
+            continue
+        variable = _KNOWN[name]
+        if problem := variable.problem({name: value}):
+            yield error("settings", f"{name}={value!r} is {problem}", f"Correct it or unset it. {_PAGE}")
+        elif name == variable.older:
+            yield fine("settings", f"{name} is now called {variable.name}", "The old name still works.")
+    others = {name: v for name, v in environment.items() if name in _OTHERS or name.startswith(_PREFIXES)}
+    everything = dict(sorted({**ours, **others}.items()))
+    listed = ", ".join(f"{name}={value}" for name, value in everything.items())
+    yield fine("settings", listed or "no variables are set, and none are needed", variables=everything)

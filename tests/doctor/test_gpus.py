@@ -1,8 +1,12 @@
 """What the doctor makes of the driver's and the kernel's words about GPUs."""
 
+import re
+
 import pytest
 
-from ring_plugins.doctor.gpu_paths import check_direct_rdma, check_matrix, driver_version, read_matrix
+from ring_plugins.doctor import gpus
+from ring_plugins.doctor.gpus import check_direct_rdma, check_matrix, driver_version, read_matrix
+from tests.launch import REPOSITORY
 
 LEGEND = """
 Legend:
@@ -82,3 +86,31 @@ def test_without_rdma_cards_nothing_is_missing():
 
 def test_the_drivers_release_is_read():
     assert [driver_version(text) for text in (OPEN, CLOSED, "")] == ["570.86.15", "535.104.05", None]
+
+
+def test_nccl_is_missed_only_where_it_is_wanted(monkeypatch):
+    monkeypatch.setattr(gpus, "installed", lambda name: "")
+    monkeypatch.setattr(gpus, "find_nccl", lambda: (None, "NCCL is needed"))
+    monkeypatch.setattr(gpus, "gpu_names", list)
+    monkeypatch.delenv("RING_NCCL_LIBRARY", raising=False)
+    assert next(gpus.nccl()).severity.name == "FINE"
+    monkeypatch.setenv("RING_NCCL_LIBRARY", "/no/such/file")
+    assert next(gpus.nccl()).severity.name == "ERROR"
+
+
+def test_torch_without_cuda_beside_a_gpu_is_a_warning(monkeypatch):
+    monkeypatch.setattr(gpus, "gpu_names", lambda: ["0, a card"])
+    monkeypatch.setattr(gpus, "installed", lambda name: "2.13.0+cpu")
+    assert [finding.severity.name for finding in gpus.gpus()] == ["FINE", "WARNING"]
+
+
+def test_wheels_that_overwrite_each_others_nccl_are_named():
+    (finding,) = gpus.conflicting_nccl({"nvidia-nccl-cu13": "2.28.9", "nvidia-nccl-cu12": "2.32.3"})
+    assert "nvidia-nccl-cu13 2.28.9 and nvidia-nccl-cu12 2.32.3 are both installed" in finding.summary
+    assert list(gpus.conflicting_nccl({"nvidia-nccl-cu13": "2.28.9"})) == []
+
+
+def test_all_extras_leave_the_nccl_of_torch_alone():
+    extras = dict(re.findall(r'^([\w-]+) = (\[".*"\])$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE))
+    assert "nvidia-nccl-cu12" in extras["nccl"] and "nvidia-nccl-cu13" in extras["nccl-cu13"]
+    assert "lightning" in extras["all"] and "nccl" not in extras["all"]

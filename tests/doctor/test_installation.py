@@ -1,23 +1,38 @@
 import pytest
 
 from ring_plugins.core.base import config
-from ring_plugins.doctor.settings import examine
+from ring_plugins.doctor.installation import settings, unmet, versions
+
+REQUIRED = ["torch>=2.4; extra == 'torch'", "numpy>=1.24", "rich"]
+
+
+def test_packages_that_are_too_old_are_named():
+    (finding,) = unmet({"torch": "2.3.1+cpu", "numpy": "1.24", "python": "3.10"}, REQUIRED)
+    assert "torch is 2.3.1+cpu, but ring_plugins needs torch>=2.4" in finding.summary
+
+
+def test_local_versions_and_two_digit_numbers_are_new_enough():
+    assert list(unmet({"torch": "2.13.0+cpu", "numpy": "2.4.0rc1"}, REQUIRED)) == []
+
+
+def test_versions_are_read_without_importing():
+    assert versions().keys() >= {"python", "ring_plugins", "numpy", "torch"}
 
 
 def test_misspelled_names_and_unusable_values_are_found():
-    found = list(examine({"RING_TIMOUT": "5", "RING_AUTOTUNE": "yes", "RING_TIMEOUT": "60"}))
+    found = list(settings({"RING_TIMOUT": "5", "RING_AUTOTUNE": "yes", "RING_TIMEOUT": "60"}))
     assert [finding.severity.name for finding in found] == ["WARNING", "ERROR", "FINE"]
     assert "Did you mean RING_TIMEOUT?" in found[0].remedy
     assert "'yes' is neither 0 nor 1" in found[1].summary
 
 
 def test_the_secret_is_never_shown():
-    assert "hush" not in str(list(examine({"RING_SECRET": "hush"})))
+    assert "hush" not in str(list(settings({"RING_SECRET": "hush"})))
 
 
 @pytest.mark.parametrize("name", [name for name, variable in config.ALL.items() if variable.is_internal])
 def test_variables_that_ring_run_sets_for_its_ranks_are_not_reported(name):
-    (finding,) = examine({name: "anything"})
+    (finding,) = settings({name: "anything"})
     assert finding.severity.name == "FINE" and name not in str(finding)
 
 
@@ -26,11 +41,11 @@ def test_every_documented_variable_is_known():
     words = {config.OVERLAP.name: "auto", config.ON_FAILURE.name: "end"}
     for name, variable in config.ALL.items():
         value = values.get(variable.kind) or words.get(name, "mpi")
-        assert [finding.severity.name for finding in examine({name: value})] == ["FINE"], name
+        assert [finding.severity.name for finding in settings({name: value})] == ["FINE"], name
 
 
 def test_a_former_name_is_accepted_and_the_new_one_is_named():
-    renamed, listed = examine({"RING_PLANE": "mpi"})
+    renamed, listed = settings({"RING_PLANE": "mpi"})
     assert renamed.severity.name == "FINE" and "RING_TRANSPORT" in renamed.summary
     assert "RING_PLANE=mpi" in listed.summary
-    assert next(examine({"RING_PLANE": "pigeons"})).severity.name == "ERROR"
+    assert next(settings({"RING_PLANE": "pigeons"})).severity.name == "ERROR"

@@ -4,7 +4,7 @@ import pytest
 
 from ring_plugins.benchmarking import Curve, Times
 from ring_plugins.core.base.errors import MissingDependency
-from ring_plugins.drawing import draw_curve
+from ring_plugins.planning.drawing import draw_curve
 
 TIMES = {"ring": Times(2e-6, 1e-6, 3e-6, 1e-6), "plain copy": Times(1e-6, 1e-6, 1e-6, 1e-6)}
 
