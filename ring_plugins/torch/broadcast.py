@@ -135,7 +135,7 @@ def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
     targets = []
     for tensor in tensors:
         if is_on_gpu(tensor):
-            targets.append(Target(tensor, "tensor", keep=True))
+            targets.append(Target([tensor], "tensor", keep=True))
         else:
             plain = known_bytes(tensor)
             broadcast(plain, source.rank_in(current().communicator), out=plain)

@@ -14,33 +14,33 @@ import torch.distributed as dist
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.torch.device import memory_of
-from ring_plugins.torch.tensors import EqualParts, Target, Targets, flat_sources, operation
+from ring_plugins.torch.tensors import Target, flat_sources, operation
 
 Exchange = Callable[[Communicator[Any]], None]
 
 
-def all_gather(pairs: Sequence[tuple[torch.Tensor, Targets | EqualParts]], group: dist.ProcessGroup) -> Exchange:
+def all_gather(triples: Sequence[tuple[torch.Tensor, Target, list[int]]], group: dist.ProcessGroup) -> Exchange:
     """Gather every rank's tensors on every rank.
 
     Args:
-        pairs: this rank's flat tensor, and the target of all ranks' tensors.
+        triples: this rank's flat tensor, the target of all ranks' tensors, and the number of elements of each rank.
         group: the ranks.
 
     Raises:
         ArgumentError: a target has no place for this rank's tensor.
     """
     rank = group.rank()
-    for source, targets in pairs:
-        if targets.counts[rank] != source.numel() or targets.flat.dtype != source.dtype:
+    for source, target, counts in triples:
+        if counts[rank] != source.numel() or target.flat.dtype != source.dtype:
             raise ArgumentError(
                 f"all_gather on rank {rank}: the input has {source.numel()} elements of {source.dtype}, the "
-                f"output for rank {rank} has {targets.counts[rank]} of {targets.flat.dtype}."
+                f"output for rank {rank} has {counts[rank]} of {target.flat.dtype}."
             )
 
     def run(communicator: Communicator[Any]) -> None:
-        for source, targets in pairs:
-            communicator.all_gather(memory_of(source), targets.memory, targets.counts)
-            targets.store()
+        for source, target, counts in triples:
+            communicator.all_gather(memory_of(source), target.memory, counts)
+            target.store()
 
     return run
 
@@ -65,7 +65,7 @@ def reduce_scatter(
                 f"reduce_scatter on rank {rank}: the input has {full.numel()} elements of {full.dtype}, the "
                 f"outputs {sum(counts)}, of which this rank's {output.numel()} of {output.dtype}."
             )
-        steps.append((Target(output, "output"), full, counts, operation(reduction, full)))
+        steps.append((Target([output], "output"), full, counts, operation(reduction, full)))
 
     def run(communicator: Communicator[Any]) -> None:
         for target, full, counts, op in steps:
@@ -99,16 +99,16 @@ def all_to_all(
     dtype = any_tensor.dtype
     empty = torch.empty(0, dtype=dtype, device=any_tensor.device)
     source = flat_sources(inputs, "input") if inputs else empty
-    targets = Targets(outputs, "output") if outputs else None
+    target = Target(outputs, "output") if outputs else None
     if source.dtype != dtype:
         raise ArgumentError(f"{description} on rank {rank}: input is {source.dtype}, output is {dtype}.")
     sent = send_counts or ([tensor.numel() for tensor in inputs] if inputs else nothing)
-    received = receive_counts or (targets.counts if targets else nothing)
+    received = receive_counts or (target.counts if target else nothing)
 
     def run(communicator: Communicator[Any]) -> None:
-        memory = targets.memory if targets else memory_of(empty)
+        memory = target.memory if target else memory_of(empty)
         communicator.all_to_all(memory_of(source), sent, memory, received)
-        if targets:
-            targets.store()
+        if target:
+            target.store()
 
     return run

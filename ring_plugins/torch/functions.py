@@ -97,7 +97,7 @@ def _in_place(
 
         def run() -> torch.Tensor:
             with torch.no_grad():
-                target = Target(result, "out", keep=True)
+                target = Target([result], "out", keep=True)
                 operate(communicator, cast(DeviceMemory, target.memory))
                 target.store()
             return result

@@ -34,7 +34,7 @@ from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu
-from ring_plugins.torch.tensors import Target, check_dense
+from ring_plugins.torch.tensors import Target
 from ring_plugins.torch.work import GpuMessageWork, RingWork
 
 #: The communicator's rank of either end.
@@ -104,8 +104,7 @@ class PointToPoint:
         description = f"{verb} {'to' if sending else 'from'} rank {peer}, tag {tag}"
         ends, source = (Ends(self._rank, peer), -1) if sending else (Ends(peer, self._rank), peer)
         try:
-            check_dense(tensor, "tensor")
-            target = Target(tensor, "tensor", keep=sending)
+            target = Target([tensor], "tensor", keep=sending)
         except Exception as error:
             if is_rejection(error) and not is_on_gpu(tensor):  # NCCL has no message for that
                 self._channel(ends, None, description).reject(description, error)

@@ -29,12 +29,11 @@ from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
 from ring_plugins.torch.point_to_point import PointToPoint
 from ring_plugins.torch.store import monitored_barrier
 from ring_plugins.torch.tensors import (
-    EqualParts,
     Target,
-    Targets,
     all_at,
     by_type,
     elements_by_rank,
+    equal_parts,
     flat_source,
     flat_sources,
     one_per_rank,
@@ -151,21 +150,12 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
     @_tells_rejections
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Reduce the ranks' tensors, in place."""
-        return self.allreduce_coalesced([single(tensors, "tensors")], opts)
-
-    @_tells_rejections
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
-        """Reduce several tensors in place, those of one type by one collective."""
+        """Reduce tensors in place, those of one type by one collective."""
         opts = opts or dist.AllreduceOptions()
-        batches = []
-        for of_one_type in by_type(tensors):
-            op = operation(opts.reduceOp, of_one_type[0])
-            if len(of_one_type) == 1:
-                target: Target | Targets = Target(of_one_type[0], "tensor", keep=True)
-            else:
-                target = Targets(of_one_type, "tensors", keep=True)
-            batches.append((target, op))
+        batches = [
+            (Target(of_one_type, "tensors", keep=True), operation(opts.reduceOp, of_one_type[0]))
+            for of_one_type in by_type(tensors)
+        ]
 
         def run(communicator: Communicator[Any]) -> None:
             for target, op in batches:
@@ -174,30 +164,35 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
 
         return self._start("all_reduce", list(tensors), run, opts)
 
+    allreduce_coalesced = allreduce
+
     @_tells_rejections
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> RingWork:
         """Overwrite every rank's tensor with the root's."""
         opts = opts or dist.BroadcastOptions()
-        tensor = single(tensors, "tensors")
         root = int(opts.rootRank)
-        target = Target(tensor, "tensor", keep=root == self.rank())
+        target = Target([single(tensors, "tensors")], "tensor", keep=root == self.rank())
 
         def run(communicator: Communicator[Any]) -> None:
             communicator.broadcast(target.memory, root)
             if root != self.rank():
                 target.store()
 
-        return self._start("broadcast", [tensor], run, opts)
+        return self._start("broadcast", list(tensors), run, opts)
 
     @_tells_rejections
     def allgather(
-        self, output_tensors: Sequence[Sequence[torch.Tensor]], input_tensors: Sequence[torch.Tensor], opts: Any = None
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        """Fill the list with every rank's tensor; their sizes may differ."""
-        outputs = one_per_rank(single(output_tensors, "output_tensors"), "output_tensors", self)
-        source = flat_source(single(input_tensors, "input_tensors"), "input_tensor")
-        targets = Targets(outputs, "output_tensors")
-        return self._start("all_gather", outputs, exchanges.all_gather([(source, targets)], self), opts)
+        """Fill each list with every rank's tensor; their sizes may differ."""
+        triples = []
+        for outputs, mine in zip(output_lists, inputs, strict=True):
+            target = Target(one_per_rank(outputs, "output_tensors", self), "output_tensors")
+            triples.append((flat_source(mine, "input_tensor"), target, target.counts))
+        every = [output for outputs in output_lists for output in outputs]
+        return self._start("all_gather", every, exchanges.all_gather(triples, self), opts)
+
+    allgather_coalesced = allgather
 
     @_tells_rejections
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:  # noqa: A002
@@ -209,22 +204,11 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> RingWork:
         """Do `all_gather_single` for several tensors, in one work."""
-        pairs = []
+        triples = []
         for output, mine in zip(outputs, inputs, strict=True):
-            pairs.append((flat_source(mine, "input_tensor"), EqualParts(output, self.size(), "output_tensor")))
-        return self._start("all_gather", list(outputs), exchanges.all_gather(pairs, self), opts)
-
-    @_tells_rejections
-    def allgather_coalesced(
-        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> RingWork:
-        """Do `allgather` for several tensors, in one work."""
-        pairs = []
-        for outputs, mine in zip(output_lists, inputs, strict=True):
-            checked = one_per_rank(outputs, "output_tensors", self)
-            pairs.append((flat_source(mine, "input_tensor"), Targets(checked, "output_tensors")))
-        every = [output for outputs in output_lists for output in outputs]
-        return self._start("all_gather", every, exchanges.all_gather(pairs, self), opts)
+            counts = equal_parts(output, "output_tensor", self)
+            triples.append((flat_source(mine, "input_tensor"), Target([output], "output_tensor"), counts))
+        return self._start("all_gather", list(outputs), exchanges.all_gather(triples, self), opts)
 
     # One rank sends to or receives from all -----------------------------------------------------------
 
@@ -234,7 +218,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         opts = opts or dist.ReduceOptions()
         tensor = single(tensors, "tensors")
         op = operation(opts.reduceOp, tensor)
-        target = Target(tensor, "tensor", keep=True)
+        target = Target([tensor], "tensor", keep=True)
         counts = all_at(int(opts.rootRank), tensor.numel(), self)
         mine = target.flat if opts.rootRank == self.rank() else target.flat[:0]
 
@@ -309,9 +293,8 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         """Send the i-th input to rank i and receive the i-th output from it."""
         outputs = one_per_rank(output_tensors, "output_tensor_list", self)
         inputs = one_per_rank(input_tensors, "input_tensor_list", self)
-        return self._start(
-            "all_to_all", outputs, exchanges.all_to_all("all_to_all", outputs, inputs, self), opts, inputs
-        )
+        run = exchanges.all_to_all("all_to_all", outputs, inputs, self)
+        return self._start("all_to_all", outputs, run, opts, inputs)
 
     @_tells_rejections
     def all_to_all_single(

@@ -51,49 +51,12 @@ def flat_sources(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
 
 
 class Target:
-    """Receives a result in the tensor's own memory, or in a staging buffer that `store` copies into the tensor.
-
-    Args:
-        tensor: receives the result.
-        name: for errors.
-        keep: whether the operation reads the tensor's present values; if not they are only overwritten.
-    """
-
-    def __init__(self, tensor: torch.Tensor, name: str, keep: bool = False) -> None:
-        self._tensor = tensor.detach()
-        self.flat = flat_source(tensor, name)
-        self._staged = tensor.numel() > 0 and self.flat.data_ptr() != tensor.data_ptr()
-        if self._staged and not keep:
-            self.flat = torch.empty_like(self.flat)
-
-    @property
-    def memory(self) -> Memory:
-        """The memory that the core writes to."""
-        return memory_of(self.flat)
-
-    def store(self) -> None:
-        """Copy the result into the tensor unless it is there already."""
-        if self._staged:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
-
-
-class EqualParts(Target):
-    """A `Target` that a collective fills in equal parts, one from each rank."""
-
-    def __init__(self, tensor: torch.Tensor, parts: int, name: str) -> None:
-        super().__init__(tensor, name)
-        if tensor.numel() % parts:
-            raise ArgumentError(f"{name} has {tensor.numel()} elements, which do not divide among {parts} ranks.")
-        self.counts = [tensor.numel() // parts] * parts
-
-
-class Targets:
-    """A `Target` of several tensors, which receive their results in order.
+    """Receives results in the tensors' own memory, or in a staging buffer that `store` copies into the tensors.
 
     Tensors that are adjacent in memory (the chunks of one big tensor) need no copy.
 
     Args:
-        tensors: receive the results; all of one type.
+        tensors: receive the results, in order; all of one type.
         name: for errors.
         keep: whether the operation reads the tensors' present values; if not they are only overwritten.
     """
@@ -244,6 +207,18 @@ def elements_by_rank(tensor: torch.Tensor, splits: Sequence[int], name: str, gro
             f"{name}_split_sizes={list(splits)} on rank {rank} must be {size} numbers that add up to {rows} rows."
         )
     return [split * (tensor.numel() // rows if rows else 0) for split in splits]
+
+
+def equal_parts(tensor: torch.Tensor, name: str, group: dist.ProcessGroup) -> list[int]:
+    """Elements for each rank of the group, if all get equally many.
+
+    Raises:
+        ArgumentError: the elements do not divide.
+    """
+    size = group.size()
+    if tensor.numel() % size:
+        raise ArgumentError(f"{name} has {tensor.numel()} elements, which do not divide among {size} ranks.")
+    return [tensor.numel() // size] * size
 
 
 def all_at(root: int, count: int, group: dist.ProcessGroup) -> list[int]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import exchanges
-from ring_plugins.torch.tensors import EqualParts, Targets
+from ring_plugins.torch.tensors import Target
 
 SINGLE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 PAIR = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
@@ -22,7 +22,7 @@ def run(exchange):
 def test_results_reach_tensors_of_any_layout():
     source = torch.arange(4.0)
     gathered, scattered, swapped = (torch.zeros(2, 2).t() for _ in range(3))
-    run(exchanges.all_gather([(source, EqualParts(gathered, 1, "output"))], SINGLE))
+    run(exchanges.all_gather([(source, Target([gathered], "output"), [4])], SINGLE))
     run(exchanges.reduce_scatter([(scattered, source, [4])], dist.ReduceOp.SUM, SINGLE))
     run(exchanges.all_to_all("all_to_all", [swapped], [source], SINGLE))
     assert gathered.tolist() == scattered.tolist() == swapped.tolist() == [[0, 1], [2, 3]]
@@ -33,9 +33,9 @@ def test_nothing_is_exchanged_in_a_direction_without_tensors():
 
 
 def test_all_gather_needs_a_place_for_the_ranks_own_tensor():
-    targets = Targets([torch.zeros(1), torch.zeros(2)], "outputs")
+    target = Target([torch.zeros(1), torch.zeros(2)], "outputs")
     with pytest.raises(ArgumentError, match="all_gather on rank 1: the input has 3 elements of torch.float32"):
-        exchanges.all_gather([(torch.zeros(3), targets)], PAIR)
+        exchanges.all_gather([(torch.zeros(3), target, target.counts)], PAIR)
 
 
 def test_reduce_scatter_needs_counts_that_fit():

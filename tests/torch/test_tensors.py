@@ -14,12 +14,11 @@ from ring_plugins.torch import GradientAverager
 from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype, host_memory_of
 from ring_plugins.torch.tensors import (
-    EqualParts,
     Target,
-    Targets,
     all_at,
     by_type,
     elements_by_rank,
+    equal_parts,
     flat_source,
     flat_sources,
     one_per_rank,
@@ -34,7 +33,7 @@ GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
 def test_a_contiguous_target_is_written_in_place():
     tensor = torch.zeros(2, 3)
-    target = Target(tensor, "tensor")
+    target = Target([tensor], "tensor")
     assert target.flat.data_ptr() == tensor.data_ptr()
     target.flat.fill_(7)
     target.store()
@@ -44,7 +43,7 @@ def test_a_contiguous_target_is_written_in_place():
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_strided_target_is_staged_and_stored(keep):
     tensor = torch.arange(6.0).view(2, 3).t()
-    target = Target(tensor, "tensor", keep=keep)
+    target = Target([tensor], "tensor", keep=keep)
     assert target.flat.data_ptr() != tensor.data_ptr()
     if keep:
         assert target.flat.tolist() == [0, 3, 1, 4, 2, 5]
@@ -55,22 +54,22 @@ def test_a_strided_target_is_staged_and_stored(keep):
 
 def test_neighbors_in_memory_are_joined_without_a_copy():
     whole = torch.arange(6.0).view(3, 2)
-    assert Targets(list(whole), "outputs").flat.data_ptr() == whole.data_ptr()
+    assert Target(list(whole), "outputs").flat.data_ptr() == whole.data_ptr()
     assert flat_sources(list(whole), "inputs").data_ptr() == whole.data_ptr()
 
 
 def test_scattered_tensors_are_staged_and_stored_in_order():
     tensors = [torch.zeros(2), torch.zeros(3)]
-    targets = Targets(tensors, "outputs")
+    targets = Target(tensors, "outputs")
     targets.flat.copy_(torch.arange(5.0))
     targets.store()
     assert [tensor.tolist() for tensor in tensors] == [[0, 1], [2, 3, 4]]
 
 
 def test_parts_must_be_equal():
-    assert EqualParts(torch.zeros(6), 3, "output").counts == [2, 2, 2]
+    assert equal_parts(torch.zeros(6), "output", GROUP) == [2, 2, 2]
     with pytest.raises(ArgumentError, match="output has 5 elements, which do not divide among 3 ranks"):
-        EqualParts(torch.zeros(5), 3, "output")
+        equal_parts(torch.zeros(5), "output", GROUP)
 
 
 def test_rows_become_elements():
