@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar
 
 import keras
 
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
@@ -72,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     optimizer: O,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    compression: Literal["fp16", "bf16"] | None = None,
+    compression: CodecName | None = None,
     error_feedback: bool = False,
     overlap: bool | Literal["auto"] = "auto",
     shard_optimizer: bool = False,
@@ -168,7 +169,7 @@ class GradientAveraging:
         self,
         optimizer: Any,
         bucket_bytes: int = BUCKET_BYTES,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,

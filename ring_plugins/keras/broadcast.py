@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import keras
 
-from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
@@ -159,7 +159,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         synchronized_batch_norm: bool | None = None,
         write_on_root_only: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,

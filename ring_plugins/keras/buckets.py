@@ -97,7 +97,7 @@ class HostBuckets:
             overlap = chosen_overlap(overlap) is True
         has_room = has_room_to_overlap(threads_in_use())
         chosen = choose_overlap(overlap, has_room, communicator)
-        self.reducer = GradientReducer(self._buffer, communicator, self._fill, compression=compression, overlap=chosen)
+        self.reducer = GradientReducer(self._buffer, communicator, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
         self._losses = LossWatch()
         self._given: dict[int, Array] = {}
@@ -138,7 +138,7 @@ class HostBuckets:
             for i, gradient in zip(indices, gradients, strict=True):
                 self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
             for i in indices:
-                self.reducer.mark_ready(i)
+                self.reducer.mark_ready(i, self._fill)
 
     def finish(self) -> dict[int, Array]:
         """Wait for every bucket.
@@ -154,7 +154,7 @@ class HostBuckets:
         forms, rate = self._forms, self._rate
         try:
             with rejections_told(self._communicator, "filling buckets"):
-                self.reducer.finish()
+                self.reducer.finish(self._fill)
         finally:
             self._given, self._forms, self._rate = {}, {}, None
         self._check_flags(forms)

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.environment import RingEnvironment
@@ -47,7 +48,7 @@ class RingFabricLogic(RingParallelLogic):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         shard_optimizer: Shard = False,
         overlap: bool | Literal["auto"] = "auto",

@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from ring_plugins.core import world
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
@@ -111,7 +112,7 @@ class RingTrainerLogic(RingParallelLogic):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         shard_optimizer: Shard = False,
         overlap: bool | Literal["auto"] = "auto",

@@ -212,11 +212,11 @@ class GradientBuckets:
         self._sparse_work: Work[None] | None = None
         self._is_failing, self._is_first = False, True
         self.reducer = GradientReducer(
-            *(self._buffer, communicator, self._fill, Op.AVERAGE if gpu is None else Op.SUM, compression),
+            *(self._buffer, communicator, Op.AVERAGE if gpu is None else Op.SUM, compression),
             holds_last=True,
             overlap=overlap,
         )
-        self.bucket_of = [-1 if entry < 0 else self.reducer.bucket_of(entry) for entry in self.entries]
+        self.bucket_of = [-1 if entry < 0 else self.reducer.bucket_of[entry] for entry in self.entries]
         self._saved = SavedGradients(self.reducer.kept) if self.reducer.kept is not None else None
         self._held = HeldGradients(self.plan.buckets, self._tensors, self.parameters, self.views)
 
@@ -250,7 +250,7 @@ class GradientBuckets:
 
     # A pass, from the first gradient to the averages ----------------------------------------------------
 
-    def _fill(self, bucket: Bucket) -> list[Memory]:
+    def fill(self, bucket: Bucket) -> list[Memory]:
         """Prepare a bucket for its reduction.
 
         One fused copy moves in the gradients that autograd put elsewhere, and their `p.grad` becomes the view.
@@ -421,7 +421,7 @@ class GradientBuckets:
 
     def launch_rest(self) -> None:
         """Launch what is left, sparse gradients too, without waiting."""
-        self.reducer.launch_rest()
+        self.reducer.launch_rest(self.fill)
         if self._sparse and self._streams is None and self._sparse_work is None:
             self._sparse_work = self._communicator.start("sparse gradients", self._average_sparse)
 
@@ -444,7 +444,7 @@ class GradientBuckets:
                 tells later.
         """
         try:
-            self.reducer.finish()
+            self.reducer.finish(self.fill)
             if self._half is not None:
                 self._half.unpack()
         finally:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
@@ -123,7 +123,7 @@ class GradientAverager:
         sparse: Literal["gather", "densify"] = "gather",
         passes_per_step: int = 1,
         autotune: bool | None = None,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
         communicator: Communicator[Any] | None = None,
@@ -417,7 +417,7 @@ class GradientAverager:
         if current_task() != self._backward.task:
             # Some of these gradients came from another backward, inside or around this one. They may come again.
             self._backward.is_nested = buckets.reducer.holds = True
-        buckets.reducer.mark_some_ready(group.bucket, len(group.positions))
+        buckets.reducer.mark_some_ready(group.bucket, len(group.positions), buckets.fill)
 
     def launch_rest(self) -> None:
         """Launch what is left at the end of a backward, without waiting; for `Backward`."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
@@ -94,7 +95,7 @@ class DistributedOptimizer(WrappedOptimizer):
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
         drift_check_every: int | None = None,
-        compression: Literal["fp16", "bf16"] | None = None,
+        compression: CodecName | None = None,
         error_feedback: bool = False,
         shard: Shard = False,
         overlap: bool | Literal["auto"] = "auto",

@@ -28,7 +28,7 @@ def channels_last(*shape):
 
 def reduce_all(buckets):
     for entry in range(len(buckets.parameters)):
-        buckets.reducer.mark_ready(entry)
+        buckets.reducer.mark_ready(entry, buckets.fill)
     return buckets.finish()
 
 
@@ -125,7 +125,7 @@ def test_an_abandoned_pass_leaves_the_next_one_clean():
     weight = nn.Parameter(torch.ones(2))
     buckets = buckets_for(weight, nn.Parameter(torch.ones(2)))
     weight.grad = torch.ones(2)
-    buckets.reducer.mark_ready(0)
+    buckets.reducer.mark_ready(0, buckets.fill)
     assert buckets.fail().failed == 1
     assert not buckets.reducer.is_under_way
     weight.grad = torch.full((2,), 3.0)

@@ -25,7 +25,7 @@ class Trained:
 
     def train(self, factor):
         (self.layer(torch.ones(1, 3)) * factor).sum().backward()
-        self.buckets.reducer.finish()
+        self.buckets.reducer.finish(self.buckets.fill)
         self.buckets._held.give_back({})
 
 

@@ -8,7 +8,9 @@ the sum over all steps is as exact as without compression, except for the last s
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,14 +22,23 @@ from ring_plugins.core.linux.shared_memory import address_of
 
 
 class Codec(Protocol):
-    """Turns a piece of an array into what is sent, and back.
+    """Turns pieces of an array into what is sent, and back. An array that is reduced again and again has its own.
 
     Attributes:
         exact: whether `unpack(pack(x))` is `x`. Where it is not, the rank that computed a result rounds it as well, so
-            that all ranks hold the same bits.
+            that all ranks hold the same bits. So packing what was unpacked must give the same again.
     """
 
     exact: bool
+
+    def __str__(self) -> str:
+        """What it does, for the fingerprint of an operation: "as float16"."""
+
+    def begin(self, array: Array) -> None:
+        """Begin a reduction of `array`, which has the same size every time."""
+
+    def undo(self) -> None:
+        """Forget what was noted in this reduction, which is given up, or repeated."""
 
     def pack(self, piece: Array) -> Array:
         """Return what to send for a piece, perhaps the piece itself. Its size depends on the piece's size only."""
@@ -44,6 +55,12 @@ class IdentityCodec:
 
     exact = True
 
+    def begin(self, array: Array) -> None:
+        pass
+
+    def undo(self) -> None:
+        pass
+
     def pack(self, piece: Array) -> Array:
         return piece
 
@@ -54,57 +71,72 @@ class IdentityCodec:
         pass
 
 
-_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
-_COMPRESSIBLE = ("float32", "float64")
-
-
 class Compression(NamedTuple):
     """How gradients are rounded for the network.
 
     Attributes:
-        dtype: "float16", which keeps 11 bits of numbers between 6e-8 and 65,504, or "bfloat16", which keeps 8 bits of
-            numbers of any size.
+        name: a key of `CODECS`.
         error_feedback: whether the rounding errors of a step are added to the next.
     """
 
-    dtype: str
-    error_feedback: bool
+    name: str
+    error_feedback: bool = False
 
     @classmethod
     def named(cls, name: str | None, error_feedback: bool = False) -> Compression | None:
-        """The compression that a user asks for: "fp16", "bf16" or None.
+        """The compression that a user asks for, None for none.
 
         Raises:
-            ArgumentError: another name, or error feedback without compression.
+            ArgumentError: another name than those in `CODECS`, or error feedback without compression.
         """
+        names = " or ".join(f'"{one}"' for one in CODECS)
         if name is None:
             if error_feedback:
-                raise ArgumentError('error_feedback=True needs compression="fp16" or compression="bf16".')
+                raise ArgumentError(f"error_feedback=True needs compression={names}.")
             return None
-        if name not in _NAMES:
-            raise ArgumentError(f'compression={name!r} must be "fp16", "bf16" or None.')
-        return cls(_NAMES[name], bool(error_feedback))
+        if name not in CODECS:
+            raise ArgumentError(f"compression={name!r} must be {names}, or None.")
+        return cls(name, bool(error_feedback))
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit type to which GPUs round gradients before NCCL sums them, where codecs do not apply.
+
+        Raises:
+            ArgumentError: the codec has none.
+        """
+        found = CODECS[self.name].dtype
+        if not found:
+            raise ArgumentError(f"compression={self.name!r} does not work between GPUs; leave it out.")
+        return found
 
     def applies_to(self, dtype: str) -> bool:
         """Whether it makes memory of this type smaller."""
-        return dtype in _COMPRESSIBLE
+        return dtype in CODECS[self.name].compresses
+
+    def codec(self, can_undo: bool = False) -> Codec:
+        """A new codec; `can_undo` says whether `undo` may be called."""
+        return CODECS[self.name].make(self.error_feedback, can_undo)
 
     def __str__(self) -> str:
-        return f"sent as {self.dtype}{' with error feedback' if self.error_feedback else ''}"
+        what = CODECS[self.name].dtype or self.name
+        return f"sent as {what}{' with error feedback' if self.error_feedback else ''}"
 
 
 class HalfCodec:
-    """A `Codec` of 16-bit floats, for one piece of memory that is reduced again and again.
+    """A `Codec` of 16-bit floats.
 
     Args:
-        compression: what to round to, and whether to add the rounding errors of a step to the next.
+        dtype: "float16", which keeps 11 bits of numbers between 6e-8 and 65,504, or "bfloat16", which keeps 8 bits of
+            numbers of any size.
+        error_feedback: whether to add the rounding errors of a step to the next.
         can_undo: whether `undo` may be called.
     """
 
     exact = False
 
-    def __init__(self, compression: Compression, can_undo: bool = False) -> None:
-        self.dtype, self._error_feedback = compression
+    def __init__(self, dtype: str, error_feedback: bool = False, can_undo: bool = False) -> None:
+        self.dtype, self._error_feedback = dtype, error_feedback
         self._start, self._can_undo = 0, can_undo
         self._errors: Array | None = None  # by element, the sum of all rounding so far
         self._packed: dict[int, Array | None] = {}  # by offset of a piece in this reduction, the errors before it
@@ -113,14 +145,12 @@ class HalfCodec:
         return f"as {self.dtype}"
 
     def begin(self, array: Array) -> None:
-        """Begin a reduction of `array`, which has the same size every time."""
         self._start = address_of(array)
         self._packed.clear()
         if self._error_feedback and (self._errors is None or self._errors.size != array.size):
             self._errors = np.zeros(array.size, np.float32)  # pages that are never written cost nothing
 
     def undo(self) -> None:
-        """Have the errors from before this reduction, which is given up, or repeated."""
         for offset, before in self._packed.items():
             if before is not None and self._errors is not None:
                 self._errors[offset : offset + before.size] = before
@@ -154,3 +184,27 @@ class HalfCodec:
             values = np.empty(received.size, np.float32)
             widen(received, values, self.dtype)
             np.copyto(piece, values)
+
+
+class CodecKind(NamedTuple):
+    """An entry of `CODECS`.
+
+    Attributes:
+        make: returns a codec, given whether it adds the rounding errors of a step to the next, and whether `undo` may
+            be called.
+        compresses: the element types that it makes smaller.
+        dtype: see `Compression.dtype`; "" for none.
+    """
+
+    make: Callable[[bool, bool], Codec]
+    compresses: tuple[str, ...]
+    dtype: str = ""
+
+
+#: How a user names a codec; the keys of `CODECS`, for type checkers.
+CodecName = Literal["fp16", "bf16"]
+#: All codecs. A further one needs an entry here, and in `CodecName`.
+CODECS = {
+    name: CodecKind(partial(HalfCodec, dtype), ("float32", "float64"), dtype)
+    for name, dtype in {"fp16": "float16", "bf16": "bfloat16"}.items()
+}

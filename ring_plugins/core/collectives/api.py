@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from ring_plugins.core.arrays.codec import Codec, HalfCodec
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import RingError, fresh
@@ -62,14 +62,14 @@ class Communicator(Protocol[M_contra]):
     statistics: Statistics
     recovers: bool
 
-    def all_reduce(self, memory: M_contra, op: Op, codec: HalfCodec | None = None) -> None:
+    def all_reduce(self, memory: M_contra, op: Op, codec: Codec | None = None) -> None:
         """Combine the memory of all members in place; all get the same bits.
 
         `codec` says how numbers are encoded between hosts; by default they are sent as they are.
         """
 
     def all_reduce_coalesced(
-        self, memories: Sequence[M_contra], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+        self, memories: Sequence[M_contra], op: Op, codecs: Sequence[Codec | None] | None = None
     ) -> None:
         """As `all_reduce` of one after the other, to the last bit, but faster; one codec for each, or none."""
 

@@ -39,10 +39,9 @@ thread, and its futures and worker keep references that delay the release of sha
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import (
@@ -123,11 +122,10 @@ class SerialExecutor:
             ArgumentError: the operation rejected its arguments; the next call may succeed.
             Exception: any other error, which every further call raises too.
         """
-        fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose()) else fingerprint
+        fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose.text) else fingerprint
         thread, synchronous = self._thread, self._synchronous_thread
-        inside = (thread is not None and thread.is_current()) or (
-            synchronous != 0 and synchronous == threading.get_ident()
-        )
+        on_thread = thread is not None and thread.is_current()
+        inside = on_thread or (synchronous != 0 and synchronous == threading.get_ident())
         if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
@@ -139,8 +137,7 @@ class SerialExecutor:
             wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
             wait.number = number = self._number_base + statistics.operations
             wait.entered = number + 1
-            waited_before = wait.waited_for_arrival
-            self._fingerprint, wait.begun = fingerprint, False
+            self._fingerprint, wait.begun, waited_before = fingerprint, False, wait.waited_for_arrival
             self._began = began = time.monotonic()
             try:
                 self._is_running = True
@@ -168,7 +165,7 @@ class SerialExecutor:
             wait.rejected = 0
             statistics.working += ended - began
             waited = wait.waited_for_arrival - waited_before
-            if not inside:
+            if not on_thread:
                 steps.waiting += waited
                 steps.moving += ended - began - waited
             if recorder.on:
@@ -276,11 +273,11 @@ class SerialExecutor:
         """
         if self._recovery.recovers and not self._recovery.may_start(repeats):
             return BackgroundWork.run_now(description, function, self.interrupt)
-        needed_for = current_purpose()
+        needed_for = current_purpose.text
 
         def run() -> T:
             try:
-                with purpose(needed_for) if needed_for else contextlib.nullcontext():
+                with purpose(needed_for):
                     return function()
             except Exception as error:
                 self.reject(description, error)
@@ -301,48 +298,47 @@ class SerialExecutor:
         self._thread.give(work)
         return work
 
-    def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
+    def run_synchronously(self, description: str, function: Callable[[], T], at_once: bool = False) -> T:
         """Run `function` in this thread, after everything that was started before, and return its result.
 
         Any exception breaks the communicator: members may wait for operations that `function` has not come to.
+
+        Args:
+            description, function: as for `start`.
+            at_once: whether the function is what was started before, and nothing else.
 
         Raises:
             MembersLost: members are lost, and the others go on; the caller may repeat it.
         """
         thread = self._thread
-        if thread is not None and not thread.is_idle():
+        if thread is not None and not at_once and not thread.is_idle():
             return self.start(description, function).wait()
         with self._lock:
+            self.wait.caller_blocked_since = began = time.monotonic()
             try:
                 self._synchronous_thread, self._synchronous = threading.get_ident(), description
-                with self._blocking(description):
-                    return function()
+                return function()
             except MembersLost:
                 raise  # the others go on, too
             except BaseException as error:
                 self.interrupt(description, error)
                 raise
             finally:
-                self._synchronous_thread, self._synchronous = 0, ""
+                self._synchronous_thread, self._synchronous, self.wait.caller_blocked_since = 0, "", 0.0
+                if recorder.on:
+                    recorder.record("wait", description, int(began * 1e9), time.monotonic_ns())
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
-        """Wait for a work in the caller's thread."""
-        with self._blocking(work.description):
-            wait_for_event(work.finished)
-
-    @contextlib.contextmanager
-    def _blocking(self, description: str) -> Iterator[None]:
-        """Count the time that a work blocks the script."""
+        """Wait for a work in the caller's thread, and count the time that it blocks the script."""
         began, waited_before = time.monotonic(), self.wait.waited_so_far()
         self.wait.caller_blocked_since = began
         try:
-            yield
+            wait_for_event(work.finished)
         finally:
             self.wait.caller_blocked_since = 0.0
-            ended = time.monotonic()
-            steps.add_blocked_time(ended - began, self.wait.waited_so_far() - waited_before)
+            steps.add_blocked_time(time.monotonic() - began, self.wait.waited_so_far() - waited_before)
             if recorder.on:
-                recorder.record("wait", description, int(began * 1e9), int(ended * 1e9))
+                recorder.record("wait", work.description, int(began * 1e9), time.monotonic_ns())
 
     def interrupt(self, operation: str, cause: BaseException) -> None:
         """Break the communicator on all members, because of an exception of this one; see `Communicator.interrupt`."""

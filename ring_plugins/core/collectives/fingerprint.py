@@ -72,15 +72,12 @@ def fingerprint_of_several(kind: str, arrays: tuple[tuple[str, int], ...], detai
 
 
 class _Purpose(threading.local):
+    """What this thread's operations are for; "" for the script's own."""
+
     text = ""
 
 
-_current = _Purpose()
-
-
-def current_purpose() -> str:
-    """What this thread's operations are for; "" for the script's own."""
-    return _current.text
+current_purpose = _Purpose()
 
 
 @contextlib.contextmanager
@@ -90,11 +87,11 @@ def purpose(text: str) -> Iterator[None]:
     Args:
         text: what needs them, such as "check of weights"; "" for the script.
     """
-    before, _current.text = _current.text, text
+    before, current_purpose.text = current_purpose.text, text
     try:
         yield
     finally:
-        _current.text = before
+        current_purpose.text = before
 
 
 @lru_cache(maxsize=1024)

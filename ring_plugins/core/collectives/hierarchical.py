@@ -87,8 +87,8 @@ class HierarchicalAllReduce:
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
     ) -> None:
         """As in `Reducer`."""
-        before, after = average_divisors(self._size, dtype, codec is not None) if op is Op.AVERAGE else (1.0, 1.0)
         codec = codec or IdentityCodec()
+        before, after = average_divisors(self._size, dtype, not codec.exact) if op is Op.AVERAGE else (1.0, 1.0)
         try:
             if array.nbytes <= self.largest_small:
                 self._reduce_small(array, source, LocalReduction(op, dtype, before, 1, fingerprint), after, codec)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ring_plugins.core.arrays.arithmetic import reduce_into
-from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
@@ -156,7 +156,7 @@ class HostCommunicator:
 
     # Collectives ----------------------------------------------------------------------------------
 
-    def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
+    def all_reduce(self, memory: HostMemory, op: Op, codec: Codec | None = None) -> None:
         if self._recovery is not None and self._recovery.is_outside(self._executor):
             self._recovery.repeat(self._executor, "all_reduce", partial(self.all_reduce, _saved(memory), op, codec))
             return
@@ -172,14 +172,17 @@ class HostCommunicator:
         )
 
     def all_reduce_coalesced(
-        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[Codec | None] | None = None
     ) -> None:
+        if len(memories) == 1:
+            self.all_reduce(memories[0], op, codecs[0] if codecs else None)
+            return
         if self._recovery is not None and self._recovery.is_outside(self._executor):
             saved = list(map(_saved, memories))
             self._recovery.repeat(self._executor, "all_reduce", partial(self.all_reduce_coalesced, saved, op, codecs))
             return
         codecs = codecs or [None] * len(memories)
-        if len(memories) == 1 or not isinstance(self.groups.reducer, SharedMemoryGroup):
+        if not isinstance(self.groups.reducer, SharedMemoryGroup):
             for memory, codec in zip(memories, codecs, strict=True):
                 self.all_reduce(memory, op, codec)
             return
@@ -324,9 +327,8 @@ class HostCommunicator:
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         if self._recovery is not None and self._recovery.is_outside(self._executor):
-            return self._recovery.whole(
-                self._executor, description, partial(self.run_synchronously, description, function)
-            )
+            run = partial(self._executor.run_synchronously, description, function)
+            return self._recovery.whole(self._executor, description, run)
         return self._executor.run_synchronously(description, function)
 
     def group(self) -> contextlib.AbstractContextManager[None]:

@@ -9,11 +9,9 @@ it in its own thread, unless the executor's has begun. On two busy cores, the me
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ring_plugins.core.base.threads import wait_for_event
 from ring_plugins.core.collectives.background import BackgroundWork
 from ring_plugins.core.collectives.executor import Members, SerialExecutor
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -61,13 +59,6 @@ class PairExecutor(SerialExecutor):
             self._thread.wait_until_idle(seconds)
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
-        thread = self._thread
-        with self._blocking(work.description):
-            if self._callers_run and thread is not None and thread.is_next(work):
-                with self._lock:
-                    self._synchronous_thread, self._synchronous = threading.get_ident(), work.description
-                    try:
-                        work.run()
-                    finally:
-                        self._synchronous_thread, self._synchronous = 0, ""
-            wait_for_event(work.finished)
+        if self._callers_run and self._thread is not None and self._thread.is_next(work):
+            self.run_synchronously(work.description, work.run, at_once=True)
+        super()._block_caller(work)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.api import BufferOwner, Statistics, Work
@@ -36,13 +36,13 @@ class SingleCommunicator:
         self.ranks: tuple[int, ...] = (world_rank,)
         self.statistics = Statistics()
 
-    def all_reduce(self, memory: HostMemory, op: Op, codec: HalfCodec | None = None) -> None:
+    def all_reduce(self, memory: HostMemory, op: Op, codec: Codec | None = None) -> None:
         check_reducible(memory.dtype, op)
         if memory.source is not None:
             np.copyto(memory.array, memory.source)
 
     def all_reduce_coalesced(
-        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[Codec | None] | None = None
     ) -> None:
         for memory in memories:
             self.all_reduce(memory, op)

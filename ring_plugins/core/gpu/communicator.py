@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, TimeoutExceeded, is_rejection
@@ -142,7 +142,7 @@ class DeviceCommunicator:
     # Collectives ----------------------------------------------------------------------------------
 
     @_tells_rejections
-    def all_reduce(self, memory: DeviceMemory, op: Op, codec: HalfCodec | None = None) -> None:
+    def all_reduce(self, memory: DeviceMemory, op: Op, codec: Codec | None = None) -> None:
         check_reducible(memory.dtype, op)
         kind, operation, width = self._connection.reduction(memory.dtype, Op.SUM if op is Op.AVERAGE else op)
         with self._launch("all_reduce", memory):
@@ -154,7 +154,7 @@ class DeviceCommunicator:
                 )
 
     def all_reduce_coalesced(
-        self, memories: Sequence[DeviceMemory], op: Op, codecs: Sequence[HalfCodec | None] | None = None
+        self, memories: Sequence[DeviceMemory], op: Op, codecs: Sequence[Codec | None] | None = None
     ) -> None:
         with self.group():
             for memory in memories:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from types import MethodType
 from typing import Any
 
-from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.codec import Codec, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.base.errors import MembersLost
@@ -20,8 +18,12 @@ from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
-#: Prepares a bucket and returns the memory of its direct tensors.
+#: Prepares a bucket and returns the memory of its direct tensors, or nothing if it has none.
 Fill = Callable[[Bucket], Sequence[Memory] | None]
+
+
+def is_filled(bucket: Bucket) -> None:
+    """The `Fill` of buckets that hold their gradients already, and have no direct tensors."""
 
 
 class GradientReducer:
@@ -31,22 +33,23 @@ class GradientReducer:
 
     Buckets are launched in the order of the plan on every rank, whatever order gradients become ready in, so that ranks
     never have to ask each other what comes next. A pass begins with the first `mark_ready` and ends with `finish`,
-    which launches the buckets that are left. For a gradient that never became ready, `fill` decides what is sent.
+    which launches the buckets that are left.
+
+    Methods that may launch buckets take `fill`, which is called once a pass for every bucket, before its launch: it
+    copies the bucket's gradients into its memory, and decides what is sent for one that never became ready.
 
     Where ranks may be lost, a pass is repeated as a whole after a loss (see `repetition`), in the same way.
 
     Args:
         buffer: the buckets' memory.
         communicator: reduces it. Nobody else may use it, so that operations keep the order of the buckets.
-        fill: called once a pass for every bucket, before its launch, to copy its gradients into the memory; returns the
-            memory of the bucket's direct tensors, or nothing if it has none. A method is held weakly, since its object
-            holds this one, and a cycle would keep the memory until the next garbage collection.
         op: the reduction.
         compression: how host memory is compressed between hosts; None sends it as it is.
         holds_last: whether the last bucket always waits for `launch_rest`, which tells that backward has not raised.
         overlap: tells in every pass whether reductions overlap backward, the same on all ranks; they do by default.
 
     Attributes:
+        bucket_of: by entry of the plan, the index of its bucket.
         overlaps: whether reductions overlap the computation of gradients in this pass.
         holds: whether buckets wait for `launch_rest` even if they are complete.
         waited: seconds that `finish` waited for reductions, or ran them.
@@ -60,24 +63,24 @@ class GradientReducer:
         self,
         buffer: BucketMemory,
         communicator: Communicator[Any],
-        fill: Fill,
         op: Op = Op.AVERAGE,
         compression: Compression | None = None,
         holds_last: bool = False,
         overlap: Overlap | None = None,
     ) -> None:
         self._buffer, self._communicator, self._op = buffer, communicator, op
-        self._fill = weakref.WeakMethod(fill) if isinstance(fill, MethodType) else lambda: fill
         self._buckets = buffer.plan.buckets
         self._early = len(self._buckets) - holds_last
         self._compression = compression
-        self._codecs: dict[tuple[int, int], HalfCodec] = {}
+        self._codecs: dict[tuple[int, int], Codec] = {}  # by bucket and place in it
         self._descriptions = [_describe([bucket], buffer.plan) for bucket in self._buckets]
         self._description = _describe(self._buckets, buffer.plan)  # of all buckets, reduced as one
-        self._bucket_of = [0] * len(buffer.plan.entries)
+        self._lengths = [len(bucket.entries) for bucket in self._buckets]
+        self._nbytes = [-1] * len(self._buckets)  # with direct tensors; known once a bucket was filled
+        self.bucket_of = [0] * len(buffer.plan.entries)
         for bucket in self._buckets:
             for entry in bucket.entries:
-                self._bucket_of[entry] = bucket.index
+                self.bucket_of[entry] = bucket.index
         self.kept = SavedInputs() if communicator.recovers else None
         self._overlap = overlap or ALWAYS
         self.overlaps = self._overlap.now
@@ -91,38 +94,31 @@ class GradientReducer:
         self.is_under_way = False
         if self.kept is not None:
             self.kept.clear()
-        self._ready = bytearray(len(self._bucket_of))
-        self._missing = [len(bucket.entries) for bucket in self._buckets]
+        self._ready = bytearray(len(self.bucket_of))
+        self._missing = self._lengths[:]
         self._next = 0
         self._works: list[Work[None]] = []  # none for buckets that are reduced synchronously
         self._bytes_before = self.reduced_bytes
         self._ready_at: dict[int, int] = {}  # by bucket, while the recorder is on
         self._first_ready_at = 0
 
-    def is_launched(self, entry: int) -> bool:
-        """Whether the bucket of this gradient is already being reduced."""
-        return self._bucket_of[entry] < self._next
-
     def has_left(self, bucket: int) -> bool:
         """Whether this bucket is already being reduced."""
         return bucket < self._next
 
-    def mark_ready(self, entry: int) -> bool:
+    def mark_ready(self, entry: int, fill: Fill) -> bool:
         """Note that a gradient is complete; marking it twice changes nothing.
 
         Returns:
             Whether it will be, or is being, reduced as it is now: not if it was marked before and its bucket has left.
         """
+        bucket = self.bucket_of[entry]
         if self._ready[entry]:
-            return not self.is_launched(entry)
+            return not self.has_left(bucket)
         self._ready[entry] = 1
         self.begin()
-        self.mark_some_ready(self._bucket_of[entry], 1)
+        self.mark_some_ready(bucket, 1, fill)
         return True
-
-    def bucket_of(self, entry: int) -> int:
-        """The index of the bucket that this gradient belongs to."""
-        return self._bucket_of[entry]
 
     def begin(self) -> None:
         """Note that the first gradient of a pass is complete; `mark_ready` does so itself."""
@@ -131,7 +127,7 @@ class GradientReducer:
         if recorder.on and not self._first_ready_at:
             self._first_ready_at = monotonic_ns()
 
-    def mark_some_ready(self, bucket: int, count: int) -> None:
+    def mark_some_ready(self, bucket: int, count: int, fill: Fill) -> None:
         """Note that so many more gradients of a bucket are complete, for callers that count them themselves."""
         self._missing[bucket] -= count
         if self._missing[bucket] == 0:
@@ -139,54 +135,55 @@ class GradientReducer:
                 self._ready_at[bucket] = monotonic_ns()
             if bucket == self._next and self.overlaps and not self.holds:
                 while self._next < self._early and self._missing[self._next] == 0:
-                    self._launch(self._fill())
+                    self._launch(fill, 1)
 
-    def launch_rest(self) -> None:
-        """Launch what is left, without waiting."""
-        self._launch_rest(self._fill())
+    def launch_rest(self, fill: Fill) -> None:
+        """Launch what is left, without waiting.
 
-    def finish(self) -> None:
+        Other ranks may reduce the same pass synchronously, so what is one operation there is one here.
+        """
+        while self._next < len(self._buckets):
+            self._launch(fill, 1 if self.overlaps else len(self._buckets))
+
+    def finish(self, fill: Fill) -> None:
         """Launch what is left and wait until every bucket is reduced, or reduce synchronously what is left."""
         if self._first_ready_at:
             recorder.record("backward", "backward, from its first gradient", self._first_ready_at, monotonic_ns())
-        self.begin()
+        if not self.is_under_way:
+            self.begin()
         if self.overlaps:
-            self.launch_rest()
-        self._reduce_rest_synchronously(self._fill())
-        self._wait(self._fill())
+            self.launch_rest(fill)
+        while self._next < len(self._buckets):
+            try:
+                reduce = self._reduction(fill, len(self._buckets) - self._next, synchronously=True)
+                started = time.perf_counter()
+                self._communicator.run_synchronously(self._description, reduce)
+                self.waited += time.perf_counter() - started
+            except MembersLost:
+                if self.kept is None:
+                    raise
+                self._restart()
+        self._wait(fill)
 
-    def abandon(self, fill: Fill = lambda bucket: None) -> None:
+    def abandon(self, fill: Fill) -> None:
         """End a pass that failed on this rank: the peers' reductions complete, with whatever the memory holds.
 
         Args:
             fill: returns memory for direct tensors, of the right sizes; its values do not matter.
         """
         self.begin()
-        self._launch_rest(fill)
+        self.launch_rest(fill)
         self._wait(fill)
 
     def forget_errors(self) -> None:
         """Drop the rounding errors that would be added to the next pass."""
         self._codecs.clear()
 
-    def _launch_rest(self, fill: Fill | None) -> None:
-        """Other ranks may reduce the same pass in line, so what is one operation there is one here."""
-        while self._next < len(self._buckets):
-            self._launch(fill, 1 if self.overlaps else len(self._buckets))
-
-    def _launch(self, fill: Fill | None, count: int = 1) -> None:
-        description, reduce = self._reduction(fill, count)
+    def _launch(self, fill: Fill, count: int) -> None:
+        description = self._descriptions[self._next] if count == 1 else self._description
+        reduce = self._reduction(fill, count)
         self._works.append(self._communicator.start(description, reduce, repeats=True))
         self._next += count
-
-    def _reduce_rest_synchronously(self, fill: Fill | None) -> None:
-        while self._next < len(self._buckets):
-            try:
-                self._reduce_synchronously(fill)
-            except MembersLost:
-                if self.kept is None:
-                    raise
-                self._restart()
 
     def _restart(self) -> None:
         """Go back to the first bucket: after a loss the pass is repeated as a whole, see `repetition`."""
@@ -194,85 +191,71 @@ class GradientReducer:
         for codec in self._codecs.values():
             codec.undo()
 
-    def _reduce_synchronously(self, fill: Fill | None) -> None:
-        description, reduce = self._reduction(fill, len(self._buckets) - self._next)
+    def _reduction(self, fill: Fill, count: int, synchronously: bool = False) -> Callable[[], None]:
+        """Fill the next `count` buckets and return the function that reduces them.
 
-        def count_and_reduce() -> None:
-            self._next = len(self._buckets)  # an exception before this leaves them to `abandon`, which can still send
-            reduce()
-
-        started = time.perf_counter()
-        self._communicator.run_synchronously(description, count_and_reduce)
-        self.waited += time.perf_counter() - started
-
-    def _reduction(self, fill: Fill | None, count: int) -> tuple[str, Callable[[], None]]:
-        """Fill the next `count` buckets; returns the description of their reduction, and the function that does it."""
-        assert fill is not None  # whose object calls this
+        Args:
+            fill, count: as above.
+            synchronously: whether the function itself notes that they have left: an exception before it is called
+                leaves them to `abandon`, which can still send them.
+        """
         self.is_under_way = True
         first, launched = self._next, monotonic_ns() if recorder.on else 0
-        filled = [self._memories_of(bucket, fill) for bucket in self._buckets[first : first + count]]
-        nbytes = [sum(memory.nbytes for memory in memories) for memories in filled]
-        ready = [self._ready_at.get(first + i, launched) for i in range(count)] if launched else []
-        memories = [memory for of_bucket in filled for memory in of_bucket]
-        codecs = self._codecs_of(first, filled)
+        memories: list[Any] = []
+        codecs: list[Codec | None] | None = None if self._compression is None else []
+        for bucket in self._buckets[first : first + count]:
+            of_bucket: Sequence[Any] | None = None if self.kept is None else self.kept.restored(bucket)
+            if of_bucket is None:
+                of_bucket = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
+                if self.kept is not None:
+                    self.kept.keep(bucket, of_bucket)
+            if self._nbytes[bucket.index] < 0:
+                self._nbytes[bucket.index] = sum(memory.nbytes for memory in of_bucket)
+            self.reduced_bytes += self._nbytes[bucket.index]
+            memories += of_bucket
+            if codecs is not None:
+                codecs += [self._codec(bucket.index, place, memory) for place, memory in enumerate(of_bucket)]
         communicator, op = self._communicator, self._op
-        self.reduced_bytes += sum(nbytes)
 
         def reduce() -> None:
+            if synchronously:
+                self._next = first + count
             started = monotonic_ns() if launched else 0
             communicator.all_reduce_coalesced(memories, op, codecs)
-            for i, since in enumerate(ready):
-                recorder.record(
-                    "bucket",
-                    f"bucket {first + i}",
-                    since,
-                    monotonic_ns(),
-                    launched=launched,
-                    started=started,
-                    nbytes=nbytes[i],
-                )
+            if launched:
+                self._record(first, count, launched, started)
 
-        return self._descriptions[first] if count == 1 else self._description, reduce
+        return reduce
 
-    def _memories_of(self, bucket: Bucket, fill: Fill) -> Sequence[Any]:
-        """The memory of a bucket, with this rank's gradients."""
-        if self.kept is not None and (restored := self.kept.restored(bucket)) is not None:
-            return restored
-        memories: list[Any] = [self._buffer.memories[bucket.index], *(fill(bucket) or ())]
-        if self.kept is not None:
-            self.kept.keep(bucket, memories)
-        return memories
-
-    def _codecs_of(self, first: int, filled: Sequence[Sequence[Any]]) -> list[HalfCodec | None] | None:
-        """The codecs for the memory of buckets from `first` on; None where all is sent between hosts as it is."""
-        if self._compression is None:
-            return None
-        return [
-            self._codec(self._compression, first + i, place, memory)
-            for i, memories in enumerate(filled)
-            for place, memory in enumerate(memories)
-        ]
-
-    def _codec(self, compression: Compression, bucket: int, place: int, memory: Memory) -> HalfCodec | None:
+    def _codec(self, bucket: int, place: int, memory: Memory) -> Codec | None:
         """The codec for one memory; None sends it as it is. GPU memory has already been rounded."""
-        if not isinstance(memory, HostMemory) or not compression.applies_to(memory.dtype):
+        assert self._compression is not None
+        if not isinstance(memory, HostMemory) or not self._compression.applies_to(memory.dtype):
             return None
-        codec = self._codecs.setdefault((bucket, place), HalfCodec(compression, can_undo=self.kept is not None))
+        codec = self._codecs.get((bucket, place))
+        if codec is None:
+            codec = self._codecs[bucket, place] = self._compression.codec(can_undo=self.kept is not None)
         codec.begin(memory.array)
         return codec
 
-    def _wait(self, fill: Fill | None) -> None:
+    def _record(self, first: int, count: int, launched: int, started: int) -> None:
+        """Record the reduction of some buckets, which has just ended, for a timeline."""
+        ended = monotonic_ns()
+        for bucket in range(first, first + count):
+            since, nbytes = self._ready_at.get(bucket, launched), self._nbytes[bucket]
+            times = {"launched": launched, "started": started}
+            recorder.record("bucket", f"bucket {bucket}", since, ended, **times, nbytes=nbytes)
+
+    def _wait(self, fill: Fill) -> None:
         """Wait for every bucket, and begin anew; if `fill` raised before, the pass is still under way."""
         try:
-            started = time.perf_counter()
-            if self.kept is None:
-                for work in self._works:
-                    work.wait()
-            else:
-                self._wait_repeatedly(fill)
-            self.waited += time.perf_counter() - started
+            if self._works:
+                started = time.perf_counter()
+                self._wait_for_works(fill)
+                self.waited += time.perf_counter() - started
             self.passes += 1
-            self._overlap.pass_ended(time.perf_counter())
+            if not self._overlap.finished:
+                self._overlap.pass_ended(time.perf_counter())
             steps.end_step(self.reduced_bytes - self._bytes_before)
         except BaseException as error:
             # Nobody will wait for the buckets under way, whose memory the next pass writes to.
@@ -283,15 +266,17 @@ class GradientReducer:
         finally:
             self._start_pass()
 
-    def _wait_repeatedly(self, fill: Fill | None) -> None:
+    def _wait_for_works(self, fill: Fill) -> None:
         """Wait for every bucket, and launch all of them anew if members are lost meanwhile."""
-        while self._works:  # none if they were reduced synchronously
+        while True:
             try:
                 self._communicator.wait_for(self._works)
                 return
             except MembersLost:
+                if self.kept is None:
+                    raise
                 self._restart()
-                self._launch_rest(fill)
+                self.launch_rest(fill)
 
 
 def _describe(buckets: Sequence[Bucket], plan: FusionPlan) -> str:

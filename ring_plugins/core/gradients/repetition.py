@@ -9,7 +9,7 @@ anything. The gradients themselves are needed, and there are three ways to have 
 - Anything else is copied before it is reduced: flags, control numbers, and gradients that accumulated where they are
   reduced. Only jobs that are to survive a loss pay for that.
 
-What error feedback has noted in the pass is undone, too (`HalfCodec.undo`).
+What error feedback has noted in the pass is undone, too (`Codec.undo`).
 
 A pass is over when its last barrier is passed. All survivors pass it, or none does (core/control/mesh.py), so no
 rank steps with averages that another one lacks.

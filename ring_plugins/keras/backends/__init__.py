@@ -10,11 +10,11 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import keras
 
-from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 
     name: str
     sizes: BucketSizes
-    compression: Literal["fp16", "bf16"] | None = None
+    compression: CodecName | None = None
     error_feedback: bool = False
     accumulates: bool = False
     overlap: Wanted = "auto"

@@ -128,7 +128,7 @@ class DeviceBuckets:
         self._counts = [[self.plan.entries[i].count for i in small] for small in self._small]
         self._large: dict[int, list[DeviceMemory]] = {}  # those of this step, by bucket
         self._given: list[int] = []  # addresses of all of them
-        self.reducer = GradientReducer(self, self._communicator, self._large_of, Op.SUM)  # they are scaled already
+        self.reducer = GradientReducer(self, self._communicator, Op.SUM)  # they are scaled already
         self._calls = DeviceCalls(PLATFORM)
         self._compiled = jax.jit(call_weakly(self._average))
 
@@ -196,7 +196,7 @@ class DeviceBuckets:
         self._given += pointers
         with self._streams.using(stream):
             self.reducer.begin()
-            self.reducer.mark_some_ready(index, len(bucket.entries))
+            self.reducer.mark_some_ready(index, len(bucket.entries), self._large_of)
 
     def _large_of(self, bucket: Bucket) -> list[DeviceMemory]:
         return self._large.get(bucket.index, [])
@@ -212,7 +212,7 @@ class DeviceBuckets:
             raise self._broken("XLA has moved gradients that NCCL works on")
         try:
             with self._streams.using(stream):
-                self.reducer.finish()
+                self.reducer.finish(self._large_of)
         finally:
             self._forget()
 

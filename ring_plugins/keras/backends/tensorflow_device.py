@@ -32,7 +32,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
-from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current
 from ring_plugins.keras.buckets import unequal_gradients
@@ -88,7 +88,7 @@ class DeviceBuckets:
         self._no_memory = [DeviceMemory(0, 0, bucket.dtype, communicator.device) for bucket in self.plan.buckets]
         #: The buckets of this pass; TensorFlow allocates new ones in each pass.
         self.memories: list[Memory] = [*self._no_memory]
-        self.reducer = GradientReducer(self, communicator, lambda bucket: None, Op.SUM)  # gradients are scaled already
+        self.reducer = GradientReducer(self, communicator, Op.SUM)  # gradients are scaled already
         self._wholes: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
 
@@ -112,7 +112,7 @@ class DeviceBuckets:
         self._wholes[bucket.index] = whole
         self.memories[bucket.index] = memory_of(whole, self._communicator.device)
         for i in bucket.entries:
-            self.reducer.mark_ready(i)
+            self.reducer.mark_ready(i, is_filled)
 
     def finish(self) -> dict[int, Any]:
         """Wait for every bucket.
@@ -134,10 +134,10 @@ class DeviceBuckets:
             seconds = time.monotonic() - began
             self.reducer.waited += seconds
             steps.add_blocked_time(seconds, 0.0)
-            self.reducer.finish()
+            self.reducer.finish(is_filled)
         except BaseException:
             with contextlib.suppress(RingError):  # the same error again
-                self.reducer.abandon()
+                self.reducer.abandon(is_filled)
             raise
         finally:
             wholes, self._wholes = self._wholes, {}

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.codec import CODECS, CodecKind, Compression, HalfCodec
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
+from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
+from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.launch import run_ranks
 
 
 def test_names():
     assert Compression.named(None) is None
-    assert Compression.named("fp16") == ("float16", False)
-    assert Compression.named("bf16", error_feedback=True) == ("bfloat16", True)
+    assert Compression.named("fp16") == ("fp16", False)
+    assert Compression.named("bf16", error_feedback=True) == ("bf16", True)
     with pytest.raises(ArgumentError, match="compression='int8'"):
         Compression.named("int8")
     with pytest.raises(ArgumentError, match="error_feedback=True needs"):
@@ -22,7 +25,7 @@ def test_names():
 @pytest.mark.parametrize(("name", "bits"), [("fp16", 11), ("bf16", 8)])
 def test_packing_rounds_to_half_a_unit_and_a_result_stays_what_it_is(name, bits, storage):
     whole = np.random.default_rng(0).normal(size=100).astype(storage)
-    codec = HalfCodec(Compression.named(name, error_feedback=True))
+    codec = Compression.named(name, error_feedback=True).codec()
     codec.begin(whole)
     piece = whole[10:60]
     exact = piece.copy()
@@ -36,7 +39,7 @@ def test_packing_rounds_to_half_a_unit_and_a_result_stays_what_it_is(name, bits,
 def test_error_feedback_loses_nothing_over_many_steps():
     values = np.full(3, 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
     for feedback, mean in ((False, 1.0), (True, 1 + 2**-10)):
-        codec = HalfCodec(Compression("bfloat16", feedback))
+        codec = HalfCodec("bfloat16", feedback)
         total = np.zeros(3)
         for _ in range(1024):
             array = values.copy()
@@ -47,7 +50,7 @@ def test_error_feedback_loses_nothing_over_many_steps():
 
 
 def test_a_reduction_that_is_repeated_adds_the_errors_of_the_one_before_it():
-    codec = HalfCodec(Compression("bfloat16", True), can_undo=True)
+    codec = HalfCodec("bfloat16", True, can_undo=True)
     array, half = np.full(10, 1 + 2**-10, np.float32), np.full(5, 1 + 2**-9 + 2**-10, np.float32)
     codec.begin(array)
     codec.pack(array)
@@ -64,7 +67,7 @@ def test_a_reduction_that_is_repeated_adds_the_errors_of_the_one_before_it():
 
 
 def test_an_overflow_is_seen_once():
-    codec = HalfCodec(Compression("float16", True))
+    codec = HalfCodec("float16", True)
     array = np.array([1e6, 1.0], np.float32)
     codec.begin(array)
     codec.unpack(codec.pack(array), array)
@@ -73,6 +76,64 @@ def test_an_overflow_is_seen_once():
     codec.begin(array)
     codec.unpack(codec.pack(array), array)
     assert array.tolist() == [2.0, 2.0]
+
+
+class Exponents:
+    """A made-up `Codec` of one byte: the sign, and the next lower power of two."""
+
+    exact = False
+
+    def __init__(self, error_feedback, can_undo):
+        self.begun = 0
+
+    def __str__(self):
+        return "as exponents"
+
+    def begin(self, array):
+        self.begun += 1
+
+    def undo(self):
+        pass
+
+    def pack(self, piece):
+        fraction, exponent = np.frexp(piece)
+        return np.where(piece == 0, 0, np.sign(fraction) * (exponent + 64)).astype(np.int8)
+
+    def receive_buffer(self, piece):
+        return np.empty(piece.size, np.int8)
+
+    def unpack(self, received, piece):
+        whole = received.astype(np.int32)
+        np.copyto(piece, np.sign(whole) * np.ldexp(np.float32(0.5), abs(whole) - 64))
+
+
+@pytest.mark.parametrize("count", [100, 60_000])
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 2, 2)], ids=str)
+def test_a_codec_is_added_by_an_entry_in_the_table(monkeypatch, hosts, count):
+    monkeypatch.setitem(CODECS, "exponents", CodecKind(Exponents, ("float32",)))
+    compression = Compression.named("exponents")
+    plan = FusionPlan([Entry("w", "float32", count, str(compression))], BucketSizes(64, 64))
+    between_hosts = len(set(hosts)) > 1
+
+    def passes(rank, communicator):
+        buffer = FusionBuffer(plan, communicator)
+        reducer = GradientReducer(buffer, communicator, compression=compression)
+        found = []
+        for step in range(2):
+            buffer.memories[0].array[:] = 2.0**step
+            reducer.mark_ready(0, is_filled)
+            reducer.finish(is_filled)
+            found.append(buffer.memories[0].array[:count].copy())
+        return found
+
+    with simulated_communicators(hosts) as job:
+        results = job.on_all(passes)
+        most = max(nbytes for transport in job.transports for _, nbytes in transport.sent) if between_hosts else 0
+    for found in results:
+        assert [set(averages.tolist()) for averages in found] == [{1.0}, {2.0}]
+    assert most < count + 1024  # a byte for each number
+    with pytest.raises(ArgumentError, match="between GPUs"):
+        assert compression.dtype
 
 
 BETWEEN_HOSTS = """
@@ -102,7 +163,7 @@ for name in (None, "fp16", "bf16"):
     compression = Compression.named(name)
     gradient = np.random.default_rng(ring.rank()).normal(size=300_000).astype(np.float32)
     exact = np.mean([np.random.default_rng(r).normal(size=300_000).astype(np.float32) for r in range(ring.size())], 0)
-    codec = HalfCodec(compression) if compression else None
+    codec = compression.codec() if compression else None
     if codec:
         codec.begin(gradient)
     sent[0] = 0
@@ -112,7 +173,7 @@ for name in (None, "fp16", "bf16"):
     report(f"{name} sum", gradient.view(np.uint32).astype(np.uint64).sum().item())
 # The sum of all ranks is above what float16 holds, their average is not.
 large = np.full(100_000, 40_000.0, np.float32)
-codec = HalfCodec(Compression("float16", False))
+codec = HalfCodec("float16")
 codec.begin(large)
 communicator.all_reduce(HostMemory(large, "float32"), ring.AVERAGE, codec)
 report("large", [float(large.min()), float(large.max())])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.arrays.codec import Compression, HalfCodec, IdentityCodec
+from ring_plugins.core.arrays.codec import HalfCodec, IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives.algorithms import (
     Butterfly,
@@ -72,5 +72,5 @@ def test_every_algorithm_gives_the_right_sums(members, algorithm, rounds):
 def test_every_algorithm_sends_rounded_numbers(members, algorithm, rounds):
     rows = np.random.default_rng(0).standard_normal((members, 100_003)).astype(np.float32)
     with simulated_hosts((1,) * members) as on_all:
-        got = run(on_all, rows, Op.AVERAGE, algorithm, rounds, lambda: HalfCodec(Compression("float16", False)))
+        got = run(on_all, rows, Op.AVERAGE, algorithm, rounds, lambda: HalfCodec("float16"))
     np.testing.assert_allclose(got, rows.mean(0), atol=1e-2)

@@ -43,9 +43,9 @@ def test_what_an_operation_is_needed_for_tells_it_from_the_scripts_own():
     assert "different numbers of batches" in said
     with purpose("a"):
         with pytest.raises(KeyError), purpose("b"):
-            raise KeyError(current_purpose())
-        assert current_purpose() == "a"
-    assert current_purpose() == ""
+            raise KeyError(current_purpose.text)
+        assert current_purpose.text == "a"
+    assert current_purpose.text == ""
 
 
 def test_a_mismatch_groups_ranks_by_what_they_call():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.arrays.codec import Compression, HalfCodec
+from ring_plugins.core.arrays.codec import HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives import hierarchical
@@ -84,7 +84,7 @@ def test_rounded_numbers_are_the_same_on_all_ranks(ranks_per_host):
     with simulated_hosts(ranks_per_host) as on_all:
 
         def reduce(rank, member):
-            array, codec = numbers(count, "float32", rank), HalfCodec(Compression("float16", False))
+            array, codec = numbers(count, "float32", rank), HalfCodec("float16")
             codec.begin(array)
             member.hierarchical.all_reduce(
                 array, array, Op.AVERAGE, "float32", codec, name(Op.AVERAGE, "float32", count)
@@ -109,7 +109,7 @@ def test_the_average_of_equal_flags_is_exact_where_numbers_travel_in_16_bits(ran
 
         def reduce(rank, member):
             for count in (SMALL, LARGE):
-                codec = HalfCodec(Compression(dtype, feedback))
+                codec = HalfCodec(dtype, feedback)
                 for _ in range(3):
                     array = np.ones(count, np.float32)
                     array[::3] = 0

@@ -117,7 +117,7 @@ def test_every_bucket_is_one_pointer_if_memory_is_registered(gpu, monkeypatch, i
     for weight in weights:
         weight.grad = torch.full_like(weight, 2.0)
     for entry in range(2):
-        buckets.reducer.mark_ready(entry)
+        buckets.reducer.mark_ready(entry, buckets.fill)
     buckets.finish()
     assert [weight.grad[0].item() for weight in weights] == [2.0, 2.0]
     assert library.log == (["window", ["all_reduce"]] if is_on else [["all_reduce", "all_reduce"]])

@@ -12,7 +12,7 @@ from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
 from ring_plugins.core.collectives.shm_group import ROUND_BYTES, SMALL_BYTES
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
 from ring_plugins.core.gradients.trials import FixedOverlap
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
@@ -98,7 +98,7 @@ def test_averages_have_the_same_bits_however_tensors_are_put_into_buckets_and_th
                         array[offset : offset + entries[i].count] = given[i]
                 return [HostMemory(direct[i], bucket.dtype) for i in bucket.direct]
 
-            GradientReducer(buffer, communicator, fill, overlap=FixedOverlap(overlaps)).finish()
+            GradientReducer(buffer, communicator, overlap=FixedOverlap(overlaps)).finish(fill)
             averages = {}
             for bucket in plan.buckets:
                 array = buffer.memories[bucket.index].array
@@ -133,19 +133,19 @@ def check_reducer(size, count, bucket_bytes, holds_last, passes):
                 if i in given:
                     array[offset : offset + 40] = (rank + 1) * (i + 1)
 
-        reducer = GradientReducer(buffer, communicator, fill, holds_last=holds_last)
+        reducer = GradientReducer(buffer, communicator, holds_last=holds_last)
         found = []
         for number, (_, gives_up) in enumerate(passes):
             given.clear()
             for i in orders[number][rank]:
                 given.add(i)  # a bucket that left before its last gradient would lack it
-                reducer.mark_ready(i)
+                reducer.mark_ready(i, fill)
                 if holds_last:
-                    assert not reducer.is_launched(plan.buckets[-1].entries[0])
+                    assert not reducer.has_left(len(plan.buckets) - 1)
             if gives_up and rank == 0:
-                reducer.abandon()
+                reducer.abandon(is_filled)
             else:
-                reducer.finish()
+                reducer.finish(fill)
             assert not reducer.is_under_way
             found.append(
                 [

@@ -24,15 +24,30 @@ class Recorder(SingleCommunicator):
         return super().run_synchronously(description, function)
 
 
+class Filling(GradientReducer):
+    """Has its buckets filled by one function."""
+
+    def __init__(self, communicator, fill, buckets, **options):
+        plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(buckets)], BucketSizes(64, 64))
+        super().__init__(FusionBuffer(plan, communicator), communicator, **options)
+        self.fill = fill
+
+    def mark_ready(self, entry):
+        return super().mark_ready(entry, self.fill)
+
+    def launch_rest(self, fill=None):
+        super().launch_rest(fill or self.fill)
+
+    def finish(self):
+        super().finish(self.fill)
+
+    def abandon(self):
+        super().abandon(lambda bucket: None)
+
+
 def reducer(entries=4, overlap=None):
-    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(entries)], BucketSizes(64, 64))
     recorder = Recorder()
-    made = GradientReducer(
-        FusionBuffer(plan, recorder),
-        recorder,
-        lambda bucket: recorder.log.append(f"fill {bucket.index}"),
-        overlap=overlap,
-    )
+    made = Filling(recorder, lambda bucket: recorder.log.append(f"fill {bucket.index}"), entries, overlap=overlap)
     return made, recorder.log
 
 
@@ -65,8 +80,8 @@ def test_marking_twice_changes_nothing():
     made.mark_ready(3)
     made.mark_ready(3)
     assert log == ["fill 0", "bucket 0"]
-    assert made.is_launched(3)
-    assert not made.is_launched(2)
+    assert made.has_left(made.bucket_of[3])
+    assert not made.has_left(made.bucket_of[2])
 
 
 def test_a_gradient_that_comes_again_after_its_bucket_has_left_is_told():
@@ -78,9 +93,8 @@ def test_a_gradient_that_comes_again_after_its_bucket_has_left_is_told():
 
 
 def test_the_last_bucket_waits_if_told_to_and_so_do_all():
-    plan = FusionPlan([Entry(str(i), "float32", 16) for i in range(3)], BucketSizes(64, 64))
     recorder = Recorder()
-    made = GradientReducer(FusionBuffer(plan, recorder), recorder, lambda bucket: None, holds_last=True)
+    made = Filling(recorder, lambda bucket: None, 3, holds_last=True)
     for entry in (2, 1, 0):
         made.mark_ready(entry)
     assert recorder.log == ["bucket 0", "bucket 1"]
@@ -95,12 +109,10 @@ def test_the_last_bucket_waits_if_told_to_and_so_do_all():
 
 
 def test_a_pass_that_could_not_be_filled_is_still_under_way():
-    plan = FusionPlan([Entry("w", "float32", 16)], BucketSizes(64, 64))
-
     def fill(bucket):
         raise MemoryError("no room")
 
-    made = GradientReducer(FusionBuffer(plan, recorder := Recorder()), recorder, fill)
+    made = Filling(recorder := Recorder(), fill, 1)
     with pytest.raises(MemoryError):
         made.finish()
     assert made.is_under_way
@@ -152,7 +164,7 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
 def test_an_exception_after_buckets_were_reduced_synchronously_is_raised_as_it_is():
     overlap = FixedOverlap(False)
     made, _ = reducer(3, overlap)
-    overlap.pass_ended = lambda now: 1 / 0
+    overlap.finished, overlap.pass_ended = False, lambda now: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.finish()
 
@@ -201,7 +213,7 @@ def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
         if bucket.index == 1:
             raise MemoryError("no room")
 
-    made._fill = lambda: fill
+    made.fill = fill
     with pytest.raises(MemoryError):
         made.finish()
     assert made.is_under_way

@@ -43,7 +43,7 @@ def passes(rank, communicator, fails_in=(), overlap=False, between=lambda: None)
         state.setdefault("direct", {}).update({bucket.index: direct})
         return direct
 
-    reducer = GradientReducer(buffer, communicator, fill, overlap=FixedOverlap(overlap))
+    reducer = GradientReducer(buffer, communicator, overlap=FixedOverlap(overlap))
     found = []
     for step in range(2):
         state["step"] = step
@@ -53,10 +53,10 @@ def passes(rank, communicator, fails_in=(), overlap=False, between=lambda: None)
         else:
             # Ranks come to what is between two gradients with different buckets under way.
             for entry in (2, 1, 0) if rank.rank else (1, 2, 0):
-                reducer.mark_ready(entry)
+                reducer.mark_ready(entry, fill)
                 if entry:
                     between()
-            reducer.finish()
+            reducer.finish(fill)
         values = set()
         for bucket in PLAN.buckets:
             array = buffer.memories[bucket.index].array
