@@ -80,7 +80,7 @@ from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.preflight import LateCheck, login
-from ring_plugins.launcher.supervision import GRACE_SECONDS, Supervisor
+from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
@@ -101,7 +101,7 @@ class Coordinator:
 
     Args:
         hosts: their names, with the ranks of each.
-        supervisor: whose signals end the job.
+        processes: of this host; a signal that ends them ends the job.
         notify: shows one line to the user.
         port: where to listen, 0 for a new one; None if all supervisors are in this process.
         key: a secret; a new one by default.
@@ -118,7 +118,7 @@ class Coordinator:
     def __init__(
         self,
         hosts: Sequence[tuple[str, Sequence[int]]],
-        supervisor: Supervisor,
+        processes: Processes,
         notify: Notify,
         port: int | None,
         key: str = "",
@@ -129,7 +129,7 @@ class Coordinator:
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size, self._min_ranks = sum(len(ranks) for _, ranks in hosts), min_ranks
-        self._supervisor, self._notify, self._logins = supervisor, notify, logins
+        self._processes, self._notify, self._logins = processes, notify, logins
         self._added_slots = AddedSlots(
             self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("added", self._added_slots.told())
         )
@@ -182,7 +182,7 @@ class Coordinator:
         self._poll(seconds)
         if self.result is not None:
             return
-        now, signalled = time.monotonic(), self._supervisor.signalled
+        now, signalled = time.monotonic(), self._processes.signalled
         if not self._end_at and signalled is not None:
             self._end(signalled)
         elif not self._end_at and self._started is None:
@@ -202,7 +202,7 @@ class Coordinator:
     def _finish(self) -> None:
         if self._trouble:
             self.result = 1, self._trouble
-        elif (signalled := self._supervisor.signalled) is not None:
+        elif (signalled := self._processes.signalled) is not None:
             self.result = 128 + signalled, None
         else:
             self.result = verdict(self._hosts, self._failed, self._size)
@@ -336,14 +336,14 @@ class Coordinator:
         host.frames.close()
         if not host.is_over:
             host.is_lost = True
-            if host.here is not None and self._supervisor.signalled is None:
+            if host.here is not None and self._processes.signalled is None:
                 ranks = self._added_slots.of_host(self._hosts.index(host))
                 self._notify(f"{host.name} is lost{with_ranks(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
     def _give_out_anew(self, host: Host) -> None:
         """Let added ranks that cannot join on a host any more join on others."""
-        if self._failed or host.why or self._supervisor.signalled is not None:
+        if self._failed or host.why or self._processes.signalled is not None:
             return  # the job is over
         left = [index for index, other in enumerate(self._hosts) if not other.is_over]
         if sum(len(self._added_slots.of_host(index)) for index in left) < self._min_ranks:
@@ -422,15 +422,15 @@ class Logins:
     Args:
         job: the job.
         described: what all supervisors have to know; each gets its own host's part.
-        supervisor: ends these processes with the job.
+        processes: end with the job, these among them.
         relay: passes on what they print.
 
     Attributes:
         check: of hosts that are added.
     """
 
-    def __init__(self, job: JobSpec, described: HostJob, supervisor: Supervisor, relay: Relay) -> None:
-        self._job, self._described, self._supervisor, self._relay = job, described, supervisor, relay
+    def __init__(self, job: JobSpec, described: HostJob, processes: Processes, relay: Relay) -> None:
+        self._job, self._described, self._processes, self._relay = job, described, processes, relay
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
         self.check = LateCheck(job)
 
@@ -463,7 +463,7 @@ class Logins:
         try:
             os.write(description, told.pack())
             os.lseek(description, 0, os.SEEK_SET)
-            process = self._supervisor.start(
+            process = self._processes.start(
                 command,
                 os.environ,
                 end_signal=signal.SIGTERM,

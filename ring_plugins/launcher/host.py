@@ -1,7 +1,7 @@
 """The supervisor of one host's ranks, in a job whose ranks `ring run` starts itself.
 
 Each host of a job has one; coordinator.py explains how they work together. It starts the ranks of its host, and other
-processes in the places of those that are lost (replacements.py). It tells the coordinator how they ended, and ends all
+processes in the places of those that are lost (restart.py). It tells the coordinator how they ended, and ends all
 of them when the coordinator says so, or is gone (coordinator_link.py).
 
 On the host of the coordinator it runs in the same process. On another host it is a process of its own, whose exit
@@ -19,8 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
@@ -28,15 +27,14 @@ from ring_plugins.core.base.errors import LaunchError, name_ranks
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.members.join_descriptors import joiners_here
-from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
 from ring_plugins.launcher.coordinator_link import Connection, HostJob, Link
+from ring_plugins.launcher.job_hosts import End, Host, verdict
 from ring_plugins.launcher.meeting import AtAnAddress, Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
-from ring_plugins.launcher.replacements import Replacements, has_vanished
-from ring_plugins.launcher.standbys import Standbys
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.processes import Popen, Processes
+from ring_plugins.launcher.restart import SlotProcesses
 
 #: Bytes of one write to a terminal or login that may be slow, and milliseconds between two looks whether it is lost.
 _WRITE, _LOOK = 4096, 200
@@ -76,28 +74,37 @@ class _Outlet:
         """Nothing waits."""
 
 
-class HostRanks:
-    """The ranks of this host.
+class Supervisor:
+    """Keeps the ranks of this host going.
 
     Args:
         job: what to run.
         link: to the coordinator.
-        supervisor: starts and ends processes.
+        processes: of this host.
         meeting: where the ranks find the others.
     """
 
-    def __init__(self, job: HostJob, link: Connection, supervisor: Supervisor, meeting: Meeting) -> None:
-        self._job, self._link, self._supervisor, self._meeting = job, link, supervisor, meeting
-        self._slots, self._has_told = meeting.slots, False
-        self._joined = list[int]()
-        self._members, self._joiners = -1, list[dict[str, Any]]()  # as the coordinator knows them
+    def __init__(self, job: HostJob, link: Connection, processes: Processes, meeting: Meeting) -> None:
+        self._job, self._link, self._processes, self._meeting = job, link, processes, meeting
+        self._rows = meeting.slots
+        self._relay = Relay(job.tag_output, job.output_directory, always=job.relays)
+        self._inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
+        unused = world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most))
+        self._slots = SlotProcesses(
+            self._rows,
+            job.ranks,
+            job.size,
+            self._start,
+            _tell_user,
+            job.recovers,
+            iter(unused) if job.replaces else None,
+            job.standbys,
+            self._relay.rename,
+        )
+        self._has_told_failure = False
+        self._told_joined = list[int]()
+        self._told_members: dict[str, Any] = {}
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
-        self._replacements: Replacements | None = None
-        supervisor.is_out = self._is_out
-        if job.recovers:  # else it is the last line
-            supervisor.tell_of_memory = lambda local: _tell_user(
-                f"rank {self._names[local]} {supervisor.silent_end(local)}."
-            )
         #: The job's exit status, once the coordinator has said it.
         self._status: int | None = None
 
@@ -111,76 +118,80 @@ class HostRanks:
             start = self._wait_for("start")
             if start is None:
                 return 1 if self._status is None else self._status
-            with Relay(self._job.tag_output, self._job.output_directory, always=self._job.relays) as relay:
-                self._start(start, relay)
-                status, why = self._supervisor.wait(self._find_trouble)
-                while self._job.is_added and why is None and self._goes_on():
-                    status, why = self._supervisor.wait(self._find_trouble)
-            if self._supervisor.ending is None and self._status is None:
+            if isinstance(self._meeting, AtAnAddress):
+                self._meeting.begin(start)
+            with self._relay:
+                self._slots.start_first()
+                self._relay.start()
+                if self._job.is_added:
+                    self._take("added", start["added"])
+                why = self._processes.wait(self._running, self._find_trouble, self._rows.end_all)
+                self._slots.are_killed = True
+            if not self._is_over:
                 why = why or self._early_end()  # of the last rank here, at whose end `wait` returns at once
-            self._tell_of_empty_places()
-            ended = {"ranks": self._ends(), "why": why, "replaced": self._replaced(), "added": self._added()}
-            self._link.send("ended", ended)
-            if self._status is None and self._supervisor.ending is None:
+                self._tell_of_empty_places()
+            ends = self._slots.ends()
+            replaced = [list(one) for one in self._slots.replaced.items()]
+            self._link.send("ended", {"ranks": ends, "why": why, "replaced": replaced, "added": self._slots.added})
+            if not self._is_over:
                 self._status = self._wait_for("over")
-        own = status or (0 if self._supervisor.has_succeeded() else 1)
-        return own if self._status is None else self._status
+        return self._own_status(ends, why) if self._status is None else self._status
 
-    def _start(self, start: Mapping[str, Any], relay: Relay) -> None:
-        job, supervisor = self._job, self._supervisor
-        inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
-        if isinstance(self._meeting, AtAnAddress):
-            self._meeting.begin(start)
+    def _own_status(self, ends: Sequence[Any], why: str | None) -> int:
+        """What the ranks of this host alone make of the job's exit status."""
+        if self._processes.ending is not None:
+            return 128 + self._processes.ending
+        own = Host("", self._job.ranks)
+        own.report, own.why = [End(*end) for end in ends], why
+        return verdict([own], [end for end in own.report if end.how in ("failed", "followed")], self._job.size)[0]
 
-        def start_rank(local: int | None, world_rank: int) -> subprocess.Popen[bytes]:
-            """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
-            rank, is_new = world_rank if local is None else self._names[local], world_rank >= job.size
-            was_there = local is None or local < len(supervisor.processes)
-            out, err = relay.files(rank, again=is_new and was_there)
-            process = supervisor.start(
-                job.command,
-                {
-                    **inherited,
-                    **job.environment,
-                    **self._meeting.environment(local, rank, len(self._names), is_new),
-                    **({config.JOINS.name: str(world_rank)} if is_new else {}),
-                },
-                pass_fds=[self._meeting.segment.fd],
-                stdin=None if job.reads_input and world_rank == 0 else subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                index=local if is_new else None,
-                is_standby=local is None,
-            )
-            if is_new:
-                relay.start()
-            return process
+    @property
+    def _is_over(self) -> bool:
+        """Whether the job has ended, or is to end."""
+        return self._status is not None or self._processes.ending is not None
 
-        for local, rank in enumerate(job.ranks):
-            start_rank(local, rank)
-        relay.start()
-        if job.replaces:
-            unused = iter(world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most)))
-            standbys = Standbys(supervisor, self._slots, job.standbys, unused, partial(start_rank, None), relay.rename)
-            self._replacements = Replacements(
-                supervisor, self._slots, job.ranks, job.size, unused, start_rank, _tell_user, standbys
-            )
-        if job.is_added:
-            self._take("added", start["added"])
-            self._goes_on()
+    def _start(self, local: int | None, world_rank: int) -> Popen:
+        """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
+        job, names = self._job, self._slots.names
+        rank, is_new = world_rank if local is None else names[local], world_rank >= job.size
+        is_again = is_new and (local is None or rank != world_rank)
+        out, err = self._relay.files(rank, again=is_again)
+        process = self._processes.start(
+            job.command,
+            {
+                **self._inherited,
+                **job.environment,
+                **self._meeting.environment(local, rank, len(names), is_new),
+                **({config.JOINS.name: str(world_rank)} if is_new else {}),
+            },
+            pass_fds=[self._meeting.segment.fd],
+            stdin=None if job.reads_input and world_rank == 0 else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+        if is_new:
+            self._relay.start()
+        return process
 
-    def _goes_on(self) -> bool:
-        """Whether processes of this host, which has been added to the job, are still to join it."""
-        if self._status is None and self._supervisor.ending is None and self._replacements is not None:
-            for kind, body in self._link.read():
-                self._take(kind, body)
-            self._slots.others_let_join &= not self._link.is_lost
-            self._replacements.tick()
-        return any(code is None for code in self._codes())
+    def _running(self) -> list[Popen]:
+        if not (running := self._slots.running()) and self._job.is_added and not self._is_over:
+            self._receive()  # processes of this host may still have to join
+            if not self._has_told_failure:
+                self._slots.tick()
+            running = self._slots.running()
+        return running
+
+    def _receive(self) -> None:
+        """Do what the coordinator says."""
+        for kind, body in self._link.read():
+            self._take(kind, body)
+        self._rows.others_let_join &= not self._link.is_lost
+        if self._link.is_orphaned:
+            self._processes.end(signal.SIGTERM)
 
     def _wait_for(self, kind: str) -> Any:
         """The body of the coordinator's next message of a kind; None if the job, or the coordinator, ends before."""
-        while self._supervisor.ending is None and self._status is None:
+        while not self._is_over:
             for found, body in self._link.read():
                 if found == kind:
                     return body
@@ -194,68 +205,76 @@ class HostRanks:
         """Do what a message of the coordinator says."""
         if kind == "over":
             self._status = int(body)
-        elif kind == "added" and self._replacements is not None:
+        elif kind == "added" and self._job.replaces:
             slots = [AddedSlot(*one) for one in body["slots"]]
-            self._replacements.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
+            self._slots.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
             self._meeting.note_in_use(body["in use"])
         elif kind == "joiners" and isinstance(self._meeting, AtAnAddress):
             self._meeting.remote_joiners.write(body)
-            self._slots.num_remote_joiners = len(body)
+            self._rows.num_remote_joiners = len(body)
         elif kind == "alone":
-            self._slots.others_let_join = False
+            self._rows.others_let_join = False
         elif kind == "join info?" and isinstance(self._meeting, AtAnAddress):
             self._link.send("join info", self._meeting.join_info.read())
         elif kind == "end":
-            self._supervisor.end(signal.Signals(body))
+            self._processes.end(signal.Signals(body))
+
+    def _find_trouble(self) -> str | None:
+        """Why the ranks of this host cannot go on, "" if one has failed; tells the coordinator so."""
+        self._receive()
+        self._slots.tick()
+        self._tell_of_added_ranks()
+        trouble = self._early_end()
+        if trouble is None and any(map(self._slots.ends_job, range(len(self._slots.codes())))):
+            trouble = ""
+        if trouble is not None:
+            self._has_told_failure = True
+            self._link.send("failed", {"ranks": self._slots.ends(), "why": trouble or None})
+        return trouble
+
+    def _early_end(self) -> str | None:
+        """A rank that ended before or in init(), where the others wait for it."""
+        for local, code in enumerate(self._slots.codes()):
+            if code is None or self._slots.is_out(local) or not (where := self._meeting.is_awaited(local, code < 0)):
+                continue
+            return (
+                f"rank {self._slots.names[local]} {self._slots.silent_end(local)} before it {where} "
+                f"ring_plugins.init(), where the others wait for it{'' if code < 0 else '; its own output says why'}."
+            )
+        return None
 
     def _tell_of_empty_places(self) -> None:
         """If all ranks of this host are lost, say that nobody takes their places: no member here lets others join."""
-        codes = self._codes()
-        lost = all((code or 0) < 0 or self._is_gone(local) for local, code in enumerate(codes))
-        is_over = self._status is not None or self._supervisor.ending is not None
-        if not self._job.most:  # else it may have grown
-            is_over |= self._job.size - len(self._job.ranks) < config.MIN_RANKS.get(self._job.environment)
-        ranks = [rank for local, rank in enumerate(self._names) if not self._slots.is_new(local)]
-        if self._replacements is not None and lost and ranks and self._job.hosts > 1 and not is_over:
+        slots, job = self._slots, self._job
+        lost = all((code or 0) < 0 or slots.is_gone(local) for local, code in enumerate(slots.codes()))
+        # With `most` the job may have grown.
+        goes_on = job.most or job.size - len(job.ranks) >= config.MIN_RANKS.get(job.environment)
+        ranks = [rank for local, rank in enumerate(slots.names) if not self._rows.is_new(local)]
+        if job.replaces and lost and ranks and job.hosts > 1 and goes_on:
             _tell_user(
                 f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
                 "lost. Those of other hosts go on."
             )
 
-    def _find_trouble(self) -> str | None:
-        """Why the ranks of this host cannot go on; also tells the coordinator of the first that fails."""
-        for kind, body in self._link.read():
-            self._take(kind, body)
-        if self._link.is_orphaned:
-            self._supervisor.end(signal.SIGTERM)
-        if self._replacements is not None:
-            self._replacements.tick()
-            self._tell_of_added_ranks(self._replacements)
-        trouble = self._early_end()
-        if not self._has_told:
-            failed = [local for local, code in enumerate(self._codes()) if self._ends_job(local, code)]
-            if trouble or failed:
-                self._has_told = True
-                self._link.send("failed", {"ranks": self._ends(), "why": trouble})
-        return trouble
-
-    def _tell_of_added_ranks(self, replacements: Replacements) -> None:
-        """Tell the coordinator which have joined, and which will not."""
-        if joined := [rank for rank in self._added() if rank not in self._joined]:
-            self._joined += joined
+    def _tell_of_added_ranks(self) -> None:
+        """Tell the coordinator which have joined, and which will not, and on an added host, who is there."""
+        if joined := [rank for rank in self._slots.added if rank not in self._told_joined]:
+            self._told_joined += joined
             self._link.send("joined", joined)
-        while replacements.given_back:
-            self._link.send("given back", replacements.given_back.pop())
-        if self._slots.others_let_join:
-            self._slots.others_let_join = not self._link.is_lost
-            self._tell_of_joiners()
+        while self._slots.given_back:
+            self._link.send("given back", self._slots.given_back.pop())
+        if self._rows.others_let_join:
+            codes = self._slots.codes()
+            members = sum(code is None and not self._slots.is_out(local) for local, code in enumerate(codes))
+            told = {"members": members, "joiners": [] if members else self._joiners()}
+            if told != self._told_members:
+                self._told_members = told
+                self._link.send("members", told)
 
-    def _tell_of_joiners(self) -> None:
-        """Tell the coordinator how many members there are here, and who waits if there are none."""
-        codes = self._codes()
-        joined = [local for local, code in enumerate(codes) if code is None and not self._is_out(local)]
+    def _joiners(self) -> list[dict[str, Any]]:
+        """Who waits to join. On a host without members, nobody else ends one that is stopped."""
         joiners = []
-        for one, address, told in joiners_here(self._slots) if not joined else ():
+        for one, address, told in joiners_here(self._rows):
             if state(one.pid) not in STOPPED:
                 self._stopped.pop(one.pid, None)
                 joiners.append({"rank": one.rank, "liveness": list(address), **told})
@@ -263,70 +282,7 @@ class HostRanks:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
                 _tell_user(f"process {one.pid}, which was to join as rank {told['slot']}, was stopped. It was killed.")
-        if (len(joined), joiners) != (self._members, self._joiners):
-            self._members, self._joiners = len(joined), joiners
-            self._link.send("members", {"members": self._members, "joiners": joiners})
-
-    def _added(self) -> list[int]:
-        """The ranks by which the job has grown on this host."""
-        return [self._names[local] for local in self._replacements.added] if self._replacements is not None else []
-
-    @property
-    def _names(self) -> Sequence[int]:
-        """What users call the ranks of this host."""
-        return self._job.ranks if self._replacements is None else self._replacements.names
-
-    def _early_end(self) -> str | None:
-        """A rank that ended before or in init(), where the others wait for it."""
-        for local, code in enumerate(self._codes()):
-            if code is None or self._is_out(local) or not (where := self._meeting.is_awaited(local, code < 0)):
-                continue
-            how = silent_end(code) if code < 0 else f"ended ({ending(code)})"
-            return (
-                f"rank {self._names[local]} {how} before it {where} ring_plugins.init(), where the others wait for "
-                f"it{'' if code < 0 else '; its own output says why'}."
-            )
-        return None
-
-    def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._supervisor.processes]
-
-    def _ends_job(self, local: int, code: int | None) -> bool:
-        return self._supervisor.ends_job(local, code) and not self._is_out(local)
-
-    def _is_out(self, local: int) -> bool:
-        """Whether the job goes on whatever a rank's exit status is: it is no member, or the others do without it."""
-        has_not_joined = self._replacements is not None and self._replacements.is_out(local)
-        return self._slots.is_excluded(local) or self._is_gone(local) or has_not_joined
-
-    def _is_gone(self, local: int) -> bool:
-        """Whether a rank has left, or was lost although it ended with status 0."""
-        return self._slots.has_left(local) or has_vanished(self._supervisor, self._slots, local)
-
-    def _ends(self) -> list[list[Any]]:
-        """Each rank that has ended, in the order of their ends, as fields of `End`."""
-        ends: list[list[Any]] = []
-        late = self._replacements.late if self._replacements is not None else ()
-        for local in self._supervisor.in_order_of_ends():
-            code, slots = self._supervisor.processes[local].returncode, self._slots
-            if local in late:
-                how = "late"
-            elif (is_failure(code) and slots.died_silently(local)) or has_vanished(self._supervisor, slots, local):
-                how = "lost"
-            elif slots.has_left(local) or slots.is_excluded(local):
-                how = "left" if slots.has_left(local) else "excluded"
-            elif self._supervisor.ends_job(local, code):
-                how = "followed" if self._supervisor.has_followed(local) else "failed"
-            else:
-                how = ""
-            ends.append([self._names[local], code, how, self._supervisor.was_killed_for_memory(local)])
-        return ends
-
-    def _replaced(self) -> list[list[int]]:
-        """Each rank whose place another process has taken, and how often."""
-        if self._replacements is None:
-            return []
-        return [[self._names[local], times] for local, times in self._replacements.filled.items()]
+        return joiners
 
 
 def _tell_user(text: str) -> None:
@@ -341,11 +297,11 @@ def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> in
         prepare: called once the coordinator is reached.
     """
     meeting = AtAnAddress(job)
-    with Supervisor(recovers=True, slots=meeting.slots) as supervisor:
-        link = Link(job, lambda: supervisor.signalled is not None)
+    with Processes() as processes:
+        link = Link(job, lambda: processes.signalled is not None)
         try:
             prepare(link)
-            return HostRanks(job, link, supervisor, meeting).run()
+            return Supervisor(job, link, processes, meeting).run()
         finally:
             link.close()
 

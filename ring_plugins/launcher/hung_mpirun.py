@@ -18,14 +18,17 @@ other processes, and their launchers are not known to hang.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
+from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import children, descendants, state
+from ring_plugins.launcher.processes import Popen, Processes
 
 #: Seconds without a living process below mpirun. It ends within one second of its last rank otherwise.
 IDLE_SECONDS = 10.0
@@ -61,30 +64,24 @@ class OtherHosts:
         login: ssh or what replaces it, with its options; gets a host and a command.
         hosts: their names.
         mpirun: process id of the job's mpirun.
+        processes: of this host.
     """
 
-    def __init__(self, login: Sequence[str], hosts: Sequence[str], mpirun: int) -> None:
+    def __init__(self, login: Sequence[str], hosts: Sequence[str], mpirun: int, processes: Processes) -> None:
         self._login, self._hosts, self._question = tuple(login), tuple(hosts), _question(mpirun)
-        self._asked: list[subprocess.Popen[str]] = []
+        self._processes = processes
+        self._asked: list[Popen] = []
         self._deadline = 0.0
-
-    def pids(self) -> set[int]:
-        """Of processes that this one has started to ask, and which are no orphans of the job."""
-        return {process.pid for process in self._asked}
 
     def ask(self) -> None:
         """Ask all hosts."""
         self._deadline = time.monotonic() + _ANSWER_SECONDS
         for host in self._hosts:
-            with contextlib.suppress(OSError):  # then the host's answer is missing
+            command = [*self._login, host, self._question]
+            with contextlib.suppress(LaunchError):  # then the host's answer is missing
                 self._asked.append(
-                    subprocess.Popen(
-                        [*self._login, host, self._question],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.DEVNULL,
-                        text=True,
-                        errors="replace",
+                    self._processes.start(
+                        command, os.environ, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, is_helper=True
                     )
                 )
 
@@ -101,7 +98,7 @@ class OtherHosts:
         for process in self._asked:
             process.kill()
             printed, _ = process.communicate()
-            if answer := _ANSWER.search(printed):
+            if answer := _ANSWER.search(printed.decode(errors="replace")):
                 found.append((int(answer[1]), int(answer[2])))
         self._asked.clear()
         return found

@@ -19,17 +19,18 @@ from dataclasses import replace
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control.parent_notifier import ParentNotifier
+from ring_plugins.core.rendezvous.spawn import as_status
 from ring_plugins.launcher import host, mpirun, preflight
 from ring_plugins.launcher.coordinator import Coordinator, Logins
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.host import HostRanks
+from ring_plugins.launcher.host import Supervisor
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.meeting import AtAnAddress, InMemory, Meeting
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.processes import Processes
 
 _DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
 
@@ -56,16 +57,16 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     """
     if plan.mpirun is None:
         return _run_on_hosts(plan, notify)
-    with Supervisor() as supervisor:
-        return _tell(_run_mpirun(plan, supervisor), supervisor, notify)
+    with Processes() as processes:
+        return _tell(_run_mpirun(plan, processes), processes, notify)
 
 
-def _tell(result: tuple[int, str | None], supervisor: Supervisor, notify: Callable[[str], None]) -> int:
+def _tell(result: tuple[int, str | None], processes: Processes, notify: Callable[[str], None]) -> int:
     status, why = result
     if why:
         notify(why)
-    if supervisor.signalled is not None:
-        notify(f"ended every rank because of {supervisor.signalled.name}.")
+    if processes.signalled is not None:
+        notify(f"ended every rank because of {processes.signalled.name}.")
     return status
 
 
@@ -94,13 +95,13 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     )
     own = replace(described, standbys=plan.standbys, relays=bool(plan.hosts), reads_input=not plan.hosts)
     meeting: Meeting = AtAnAddress(own) if plan.hosts else InMemory(job.ranks, plan.max_ranks)
-    with Supervisor(plan.recovers, meeting.slots) as supervisor, contextlib.ExitStack() as stack:
+    with Processes() as processes, contextlib.ExitStack() as stack:
         logins = None
         if plan.hosts:
-            logins = Logins(job, described, supervisor, stack.enter_context(Relay(False, always=True)))
+            logins = Logins(job, described, processes, stack.enter_context(Relay(False, always=True)))
         coordinator = Coordinator(
             hosts,
-            supervisor,
+            processes,
             notify,
             port=0 if plan.hosts else None,
             most=plan.max_ranks,
@@ -112,7 +113,7 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         for index, (name, ranks_there) in enumerate(hosts):
             if logins is not None and index != here:
                 logins.start(coordinator, name, index, ranks_there)
-        status = _coordinate(coordinator, None if here is None else own, meeting, supervisor, notify)
+        status = _coordinate(coordinator, None if here is None else own, meeting, processes, notify)
         if logins is not None:
             logins.leave()
     return status
@@ -122,7 +123,7 @@ def _coordinate(
     coordinator: Coordinator,
     own: HostJob | None,
     meeting: Meeting,
-    supervisor: Supervisor,
+    processes: Processes,
     notify: Callable[[str], None],
 ) -> int:
     """Follow a job to its end.
@@ -131,12 +132,12 @@ def _coordinate(
         coordinator: of the job.
         own: what is to run on this host, if anything is.
         meeting: of its ranks.
-        supervisor: of them.
+        processes: of this host.
         notify: shows one line to the user.
     """
     if own is not None:
-        HostRanks(own, coordinator.connect(own.index), supervisor, meeting).run()
-    return _tell(coordinator.finish(), supervisor, notify)
+        Supervisor(own, coordinator.connect(own.index), processes, meeting).run()
+    return _tell(coordinator.finish(), processes, notify)
 
 
 def run_under_launcher() -> int:
@@ -148,10 +149,10 @@ def run_under_launcher() -> int:
             return host.run(own)
         meeting = AtAnAddress(own)
         with (
-            Supervisor(recovers=True, slots=meeting.slots) as supervisor,
-            Coordinator(place["hosts"], supervisor, _say, own.port, own.key) as coordinator,
+            Processes() as processes,
+            Coordinator(place["hosts"], processes, _say, own.port, own.key) as coordinator,
         ):
-            return _coordinate(coordinator, own, meeting, supervisor, _say)
+            return _coordinate(coordinator, own, meeting, processes, _say)
     except LaunchError as error:
         _say(str(error))
         return 1
@@ -161,13 +162,13 @@ def _say(text: str) -> None:
     print(f"ring run: {text}", file=sys.stderr, flush=True)
 
 
-def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | None]:
+def _run_mpirun(plan: LaunchPlan, processes: Processes) -> tuple[int, str | None]:
     assert plan.mpirun is not None
     with ParentNotifier() as notifier, contextlib.ExitStack() as stack:
         environment = {**os.environ, **notifier.environment}
         lost = stack.enter_context(LostHost()) if plan.mpirun.flavor == "Open MPI" and not plan.is_local else None
         # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
-        process = supervisor.start(
+        process = processes.start(
             mpirun.command_line(plan.mpirun, plan.job),
             environment,
             end_signal=signal.SIGTERM,
@@ -175,19 +176,21 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         )
         if lost is not None:
             lost.start()
-        others = _other_hosts(plan, process.pid)
-        if others is not None:
-            supervisor.own_helpers = others.pids
+        others = _other_hosts(plan, process.pid, processes)
         hangs = HungMpirun(process.pid, plan.is_local, notifier.first_message, others)
 
         def find_trouble() -> str | None:
             return _DEAF if lost is not None and lost.has_died else hangs()
 
-        status, why = supervisor.wait(find_trouble)
+        why = processes.wait(lambda: [process] if process.poll() is None else [], find_trouble)
         stack.close()
+        if processes.ending is not None:
+            status = 128 + processes.ending
+        else:
+            status = as_status(process.returncode) or (1 if why else 0)
         if lost is not None and lost.has_died:
             return status or 1, _DEAF
-        cause = notifier.first_message() if supervisor.signalled is None else None
+        cause = notifier.first_message() if processes.signalled is None else None
         if cause is None and lost is not None and lost.found:
             cause = "mpirun lost a host and ended the ranks of the others"
         # Open MPI 5 exits with 0 after it has lost a host. The cause is repeated as the last line: what the ranks
@@ -195,8 +198,8 @@ def _run_mpirun(plan: LaunchPlan, supervisor: Supervisor) -> tuple[int, str | No
         return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
 
 
-def _other_hosts(plan: LaunchPlan, mpirun: int) -> OtherHosts | None:
+def _other_hosts(plan: LaunchPlan, mpirun: int, processes: Processes) -> OtherHosts | None:
     """The hosts to ask whether ranks still run there, None if that is not possible."""
     hosts = [part.host for part in plan.job.shares if part.ranks and not is_this_host(part.host)]
     is_known = plan.mpirun is not None and plan.mpirun.uses_prrte and not plan.is_local and plan.job.shares
-    return OtherHosts(preflight.login(plan.job), hosts, mpirun) if is_known else None
+    return OtherHosts(preflight.login(plan.job), hosts, mpirun, processes) if is_known else None

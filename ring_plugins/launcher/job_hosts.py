@@ -14,7 +14,6 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import as_status, ending, silent_end
-from ring_plugins.launcher.replacements import how_often
 
 _HOWS = ("", "failed", "followed", "left", "excluded", "lost", "late")
 
@@ -140,7 +139,8 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
     replaced = {rank: times for host in hosts for rank, times in host.replaced.items()}
     added = sorted(rank for host in hosts for rank in host.added)
     told = [f"{name_ranks(added)} joined"] if added else []
-    told += [f"other processes took the place of {how_often(replaced)}"] if replaced else []
+    often = [f"rank {rank}{f' ({times} times)' * (times > 1)}" for rank, times in replaced.items()]
+    told += [f"other processes took the place of {', '.join(often)}"] if often else []
     told += [f"{name_ranks(sorted(left))} left"] if left else []
     told += [f"{name_ranks(sorted(end.rank for end in died))} died"] if died else []
     told += [f"{name_ranks(sorted(cut))} ended as the others could not be reached"] if cut else []

@@ -34,7 +34,7 @@ from ring_plugins.launcher.outcomes import (
     results,
 )
 from ring_plugins.launcher.rank_assignment import RankAssignment, assign_ranks
-from ring_plugins.launcher.replacements import HOUR, MOST
+from ring_plugins.launcher.restart import HOUR, MOST
 
 T = TypeVar("T")
 #: Seconds between two looks at what Ray has started.

@@ -1,7 +1,7 @@
 """Forked jobs in which processes take the places of lost ranks.
 
-This process does what `ring run` does: it fills the slots of ranks that died, with the launcher's own `Replacements`
-and `Standbys`. So several processes in a row may have a slot.
+This process does what `ring run` does: it fills the slots of ranks that died, with the launcher's own `SlotProcesses`.
+So several processes in a row may have a slot.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.added_slots import AddedSlots
 from ring_plugins.launcher.growth import GrowthRequests
-from ring_plugins.launcher.replacements import Replacements
-from ring_plugins.launcher.standbys import Standbys
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.restart import SlotProcesses
 from tests.forked_ranks import Ended, be_rank, collect, free_port
 
 
@@ -45,7 +43,12 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.001)
 
 
 def run_replaced(
@@ -69,7 +72,7 @@ def run_replaced(
     most = max(most, ranks)
     segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks, most))
     places = SharedMemoryRendezvous(segment, 0, ranks, [], most).slots
-    supervisor, started, began = Supervisor(recovers=True), list[Forked](), time.monotonic()
+    started, began = list[Forked](), time.monotonic()
     with TemporaryDirectory() as name:
         directory = Path(name)
 
@@ -79,24 +82,15 @@ def run_replaced(
             variables |= {config.LOSSES_TOLERATED.name: "1", config.ON_FAILURE.name: "replace"}
             variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
             started.append(one := Forked(process, function, variables, directory))
-            kept: Any = one
-            if slot is None:
-                supervisor.standbys.append(kept)
-            else:
-                supervisor.processes[slot : slot + 1] = [kept]
             return one
 
-        for rank in range(ranks):
-            start(rank, rank)
-        unused = iter(range(most, MOST_MEMBERS))
-        waiting = Standbys(supervisor, places, standbys, unused, lambda rank: start(None, rank), lambda *_: None)
-        first = range(ranks)
-        replacements = Replacements(supervisor, places, first, ranks, unused, start, lambda _: None, waiting)
-        supervisor.is_out = replacements.is_out
+        first, unused = range(ranks), iter(range(most, MOST_MEMBERS))
+        slots = SlotProcesses(places, first, ranks, start, lambda _: None, world_ranks=unused, standbys=standbys)
+        slots.start_first()
 
         def publish() -> None:
             told = added.told()
-            replacements.follow([(one.slot, one.attempt) for one in told["slots"]])
+            slots.follow([(one.slot, one.attempt) for one in told["slots"]])
             places.in_use = told["in use"]
 
         added = AddedSlots(ranks, most, [first], publish)
@@ -104,12 +98,12 @@ def run_replaced(
 
             def each_time() -> None:
                 requests.poll()
-                added.note_joined(replacements.added)
-                while replacements.given_back:
-                    added.take_back(replacements.given_back.pop())
+                added.note_joined(slots.added)
+                while slots.given_back:
+                    added.take_back(slots.given_back.pop())
                 meanwhile()
 
-            result = _follow([(supervisor, replacements)], started, directory, began, seconds, each_time)
+            result = _follow([slots], started, directory, began, seconds, each_time)
     segment.close_file()
     return result
 
@@ -122,31 +116,28 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
         function, seconds: as there.
     """
     ranks, port, began = sum(sizes), free_port(), time.monotonic()
-    started, hosts, segments = list[Forked](), list[tuple[Supervisor, Replacements]](), list[Segment]()
+    started, hosts, segments = list[Forked](), list[SlotProcesses](), list[Segment]()
     with TemporaryDirectory() as name:
         directory = Path(name)
 
         def add(index: int, first: int, size: int) -> None:
-            segment, supervisor = Segment.create(OwnSlot.nbytes(size)), Supervisor(recovers=True)
+            segment = Segment.create(OwnSlot.nbytes(size))
             segments.append(segment)
 
-            def start(local: int, process: int) -> None:
+            def start(local: int | None, process: int) -> Any:
+                assert local is not None
                 variables = {"RANK": str(first + local), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
                 variables |= {"MASTER_PORT": port, config.VIRTUAL_NODES.name: ",".join(map(str, sizes))}
                 variables |= {config.LAUNCHER.name: "rendezvous", **OwnSlot.environment(segment, size, local)}
                 variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
                 started.append(one := Forked(process, function, variables, directory))
-                kept: Any = one
-                supervisor.processes[local:] = [kept, *supervisor.processes[local + 1 :]]
+                return one
 
-            for local in range(size):
-                start(local, first + local)
-            slots, _ = OwnSlot.parts(segment.array)
+            rows, _ = OwnSlot.parts(segment.array)
             unused = iter(range(ranks + index, MOST_MEMBERS, len(sizes)))
             own = range(first, first + size)
-            replacements = Replacements(supervisor, slots, own, ranks, unused, start, lambda _: None)
-            supervisor.is_out = replacements.is_out
-            hosts.append((supervisor, replacements))
+            hosts.append(SlotProcesses(rows, own, ranks, start, lambda _: None, world_ranks=unused))
+            hosts[-1].start_first()
 
         for index, size in enumerate(sizes):
             add(index, sum(sizes[:index]), size)
@@ -157,7 +148,7 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
 
 
 def _follow(
-    hosts: Sequence[tuple[Supervisor, Replacements]],
+    hosts: Sequence[SlotProcesses],
     started: Sequence[Forked],
     directory: Path,
     began: float,
@@ -167,11 +158,11 @@ def _follow(
     """Replace lost ranks until the processes of all slots have ended."""
 
     def running() -> list[Any]:
-        return [process for supervisor, _ in hosts for process in supervisor.processes if process.poll() is None]
+        return [process for slots in hosts for process in slots.running()]
 
     while (hung := running()) and time.monotonic() < began + seconds:
-        for _, replacements in hosts:
-            replacements.tick()
+        for slots in hosts:
+            slots.tick()
         meanwhile()
         time.sleep(0.002)
     for process in hung:

@@ -48,7 +48,7 @@ from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.job_hosts import verdict
 from ring_plugins.launcher.outcomes import Outcome
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.processes import Processes
 from tests.fuzz.mutations import mutated, mutated_json
 
 _SECRET = b"of the job"
@@ -737,13 +737,13 @@ class SupervisorMessages(JsonTarget):
 
     def __init__(self) -> None:
         super().__init__()
-        self._supervisor = Supervisor(recovers=True)
+        self._processes = Processes()
 
     def run(self, data: bytes, rng: random.Random) -> None:
         told: list[str] = []
         hosts = [("host1", [0, 1]), ("host2", [2, 3])]
         ours, theirs = socket.socketpair()
-        with theirs, Coordinator(hosts, self._supervisor, told.append, 0, most=6) as coordinator:
+        with theirs, Coordinator(hosts, self._processes, told.append, 0, most=6) as coordinator:
             theirs.setblocking(False)
             coordinator._expects = lambda claim: True  # type: ignore[method-assign]
             host = coordinator._hosts[0]

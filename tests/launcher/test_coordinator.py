@@ -18,7 +18,7 @@ from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.mpirun import JobSpec
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.processes import Processes
 
 
 class Logins:
@@ -44,8 +44,7 @@ class Logins:
 
 def coordinator(notify=lambda text: None, most=0, logins=None, **options):
     hosts = [("host1", [0, 1]), ("me@host2", [2, 3])]
-    supervisor = Supervisor(recovers=True)
-    return Coordinator(hosts, supervisor, notify, 0, most=most, takes_requests=True, logins=logins, **options)
+    return Coordinator(hosts, Processes(), notify, 0, most=most, takes_requests=True, logins=logins, **options)
 
 
 def job(of, index=0, addresses=("127.0.0.1",)):
@@ -184,7 +183,7 @@ def test_added_ranks_go_to_hosts_that_have_ranks():
 
 def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
     hosts, logins = [("host1", range(16)), ("host2", range(16, 32))], Logins()
-    with Coordinator(hosts, Supervisor(recovers=True), print, 0, most=32, takes_requests=True, logins=logins) as of:
+    with Coordinator(hosts, Processes(), print, 0, most=32, takes_requests=True, logins=logins) as of:
         of._started, of._hosts[1].is_lost = {}, True
         of._give_out_anew(of._hosts[1])
         assert of.add_ranks(15, "host3").startswith("no: host3 can start at most 14 more processes in the places of")
@@ -317,7 +316,7 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
 
 def test_a_signal_ends_the_job_with_its_status():
     with coordinator() as found:
-        found._supervisor.signalled = signal.SIGTERM
+        found._processes.signalled = signal.SIGTERM
         assert found.finish() == (143, None)
 
 
@@ -331,7 +330,7 @@ def test_what_is_no_message_between_supervisor_and_coordinator_counts_as_the_end
 
 
 def test_a_supervisor_in_the_same_process_gets_messages_without_a_connection():
-    with Coordinator([("host1", [0, 1])], Supervisor(), print, None, most=4, takes_requests=True) as found:
+    with Coordinator([("host1", [0, 1])], Processes(), print, None, most=4, takes_requests=True) as found:
         assert found.port == 0
         link = found.connect(0)
         link.send("here", {"host": "a", "port": 0})

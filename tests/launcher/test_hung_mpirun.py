@@ -7,7 +7,7 @@ import pytest
 
 from ring_plugins.launcher import hung_mpirun
 from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
-from ring_plugins.launcher.supervision import Supervisor
+from ring_plugins.launcher.processes import Processes
 
 #: Starts a rank, waits for it, and then for nothing.
 HANGS = "sh -c 'exec sleep 0.3' & wait; exec sleep 3600"
@@ -21,10 +21,15 @@ def _short(monkeypatch):
     monkeypatch.setattr(hung_mpirun, "ASK_EVERY", 0.0)
 
 
+def wait(processes, process, hangs):
+    return processes.wait(lambda: [process] if process.poll() is None else [], hangs)
+
+
 def wait_for(script, is_local, failure=lambda: None):
-    with Supervisor() as supervisor:
-        process = supervisor.start(["sh", "-c", script], os.environ)
-        return supervisor.wait(HungMpirun(process.pid, is_local, failure))
+    with Processes() as processes:
+        process = processes.start(["sh", "-c", script], os.environ)
+        why = wait(processes, process, HungMpirun(process.pid, is_local, failure))
+    return process.returncode, why
 
 
 def test_it_is_ended_on_one_host_when_nothing_below_it_is_alive():
@@ -72,12 +77,11 @@ def login(tmp_path):
 
 def wait_with_others(login, answers, hangs, hosts=("host2",)):
     login.with_suffix(".answers").write_text("\n".join(answers) + "\n")
-    with Supervisor() as supervisor:
-        process = supervisor.start(["sh", "-c", hangs], os.environ)
-        others = OtherHosts([str(login)], hosts, process.pid)
-        supervisor.own_helpers = others.pids
-        found = supervisor.wait(HungMpirun(process.pid, False, lambda: None, others))
-    return *found, login.with_suffix(".answers").read_text().splitlines(), process.pid
+    with Processes() as processes:
+        process = processes.start(["sh", "-c", hangs], os.environ)
+        others = OtherHosts([str(login)], hosts, process.pid, processes)
+        why = wait(processes, process, HungMpirun(process.pid, False, lambda: None, others))
+    return process.returncode, why, login.with_suffix(".answers").read_text().splitlines(), process.pid
 
 
 ELSEWHERE = "mpirun still ran after the last rank had ended on all hosts; ended it. How they ended is unknown."
@@ -105,21 +109,22 @@ def test_a_host_whose_daemon_has_ended_needs_not_show_it(login):
 
 def test_hosts_are_not_asked_while_a_rank_runs_here(login):
     others = SimpleNamespace(ask=lambda: pytest.fail("asked"), is_asking=False)
-    with Supervisor() as supervisor:
-        process = supervisor.start(["sh", "-c", "PMIX_NAMESPACE=job@1 sleep 0.5 & wait"], os.environ)
-        assert supervisor.wait(HungMpirun(process.pid, False, lambda: None, others)) == (0, None)
+    with Processes() as processes:
+        process = processes.start(["sh", "-c", "PMIX_NAMESPACE=job@1 sleep 0.5 & wait"], os.environ)
+        assert wait(processes, process, HungMpirun(process.pid, False, lambda: None, others)) is None
+    assert process.returncode == 0
 
 
 def test_the_question_counts_daemons_and_ranks():
     """Of the job of one mpirun, on this host."""
-    with Supervisor() as supervisor:
+    with Processes() as processes:
         for mpirun, ranks in ((4, 2), (5, 1)):  # processes of another user's host may have any number
             job = f"prterun-somehost-99999{mpirun}"
             for _ in range(ranks):
-                supervisor.start(["sleep", "3600"], {**os.environ, "PMIX_NAMESPACE": f"{job}@1"})
-            supervisor.start(["sh", "-c", "sleep 3600; true", "--prtemca", "ess_base_nspace", f"{job}@0"], os.environ)
+                processes.start(["sleep", "3600"], {**os.environ, "PMIX_NAMESPACE": f"{job}@1"})
+            processes.start(["sh", "-c", "sleep 3600; true", "--prtemca", "ess_base_nspace", f"{job}@0"], os.environ)
         for mpirun, found in ((999994, (1, 2)), (999995, (1, 1)), (99999, (0, 0))):
-            others = OtherHosts(["sh", "-c", 'eval "$1"'], ["host2"], mpirun)
+            others = OtherHosts(["sh", "-c", 'eval "$1"'], ["host2"], mpirun, processes)
             others.ask()
             while (answers := others.answers()) is None:
                 pass
