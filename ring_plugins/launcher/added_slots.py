@@ -16,12 +16,11 @@ the process of one cannot join, all behind it wait. Hence:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.launcher.growth import rejection
 
 #: How many hosts may be added to a job, and the world ranks that their processes have from there on.
 MOST_ADDED, _FIRST_OF_ADDED = 16, MOST_MEMBERS * 3 // 4
@@ -62,11 +61,10 @@ class AddedSlots:
         size: number of ranks at the start.
         most: up to how many the job may grow; 0 for no more.
         ranks: those that each host has at the start, by its number.
-        publish: tells all supervisors what `told` returns.
     """
 
-    def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]], publish: Callable[[], object]) -> None:
-        self._size, self._most, self._publish = size, max(most, size), publish
+    def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]]) -> None:
+        self._size, self._most = size, max(most, size)
         self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
         self._hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that had been given out before
         self._given: dict[int, AddedSlot] = {}
@@ -91,10 +89,9 @@ class AddedSlots:
             number: how many.
             hosts: numbers and names of those that may get them; each slot goes to one that has the fewest then.
         """
-        if rejection := self.rejection(number):
+        if rejection := self.rejection(number) or self._rejection_of(hosts, number):
             return rejection
         given = self._give_out(self._next_ones(number), list(hosts))
-        self._publish()
         is_named = self._hosts > 1 or max(given) > 0  # else the job has one host
         told = " and ".join(name_ranks(slots) + f" on {hosts[host]}" * is_named for host, slots in given.items())
         where = (
@@ -105,15 +102,15 @@ class AddedSlots:
     def rejection(self, number: int) -> str:
         """Why so many slots cannot be given out, "" if they can."""
         free = len(self._free) + self._most - self._in_use
-        return rejection(number, free, self._most, may_grow=self._most > self._size or free > 0)
+        if self._most == self._size and not free:
+            return "no: the job was started without --max-ranks, so it has no slots for added ranks"
+        if number > free:
+            found = f"{free or 'none'} of the job's {self._most} slots (--max-ranks {self._most})"
+            return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
+        return ""
 
-    def rejection_of(self, hosts: Mapping[int, str], number: int) -> str:
-        """Why these hosts cannot have so many more slots, "" if they can.
-
-        Args:
-            hosts: as for `add`.
-            number: for which there is no `rejection`.
-        """
+    def _rejection_of(self, hosts: Mapping[int, str], number: int) -> str:
+        """Why these hosts cannot have so many more slots, "" if they can; arguments as for `add`."""
         for host, slots in self._divided(self._next_ones(number), list(hosts)).items():
             all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)
             left = max(0, len(all_of_host) - self._again[host])
@@ -162,7 +159,6 @@ class AddedSlots:
         """A host has given up a slot, whose processes end before they join."""
         if slot in self._given and slot not in self._joined:
             self._release(slot)
-            self._publish()
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
         """A host is lost, or all of its ranks are; returns the slots that had not joined, and are given out anew.
@@ -179,11 +175,8 @@ class AddedSlots:
             self._joined.discard(slot)
             self._free.add(slot)
         again = sorted({other for slot in waiting for other in self._release(slot)})
-        if mine:
-            self._publish()
-        if left and again:
+        if left:
             self._give_out(again, left)
-            self._publish()
         return again
 
     def _release(self, slot: int) -> list[int]:

@@ -23,7 +23,19 @@ process hands the same messages over (`OwnHost`):
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
-and a few more if `ring add-ranks` names a host that has no ranks (added_hosts.py).
+**Added hosts.** `ring add-ranks --host` may name a host that has no ranks, or none any more. The coordinator starts a
+supervisor there as on any other host. What differs is how its processes find the members of the job, and how these find
+them:
+
+    new host's  -> coordinator  "here", with its versions
+    coordinator -> a member's   "join info?"     its supervisor has what its ranks wrote (core/rendezvous/slots.py)
+    a member's  -> coordinator  "join info"
+    coordinator -> new host's   "start", with that         it starts the processes, which wait to join
+    new host's  -> coordinator  "members"                  how many of them are members, and which wait if none is
+    coordinator -> all          "joiners"                  all such processes; members connect to them
+    coordinator -> all          "alone"                    no host has members any more: nobody can join
+
+Once the host has a member, that one sees which others wait there.
 
 **What may be lost.**
 
@@ -46,52 +58,35 @@ killed would end with status 0 somewhere, and Ctrl-C would end one host's ranks.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
-import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
-from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
-from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
-from ring_plugins.core.rendezvous.spawn import silent_end
-from ring_plugins.launcher.added_hosts import AddedHosts
-from ring_plugins.launcher.added_slots import AddedSlots
-from ring_plugins.launcher.coordinator_link import HostJob, read_message
+from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
+from ring_plugins.launcher.coordinator_link import read_message
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with_ranks
-from ring_plugins.launcher.mpirun import JobSpec
-from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.preflight import LateCheck, login
+from ring_plugins.launcher.logins import Logins
 from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 #: Seconds that supervisors have to report after they were told to end: as long as theirs give to the ranks, and more.
 _END_SECONDS = 18.0
-#: Seconds that supervisors and logins have to end after the job.
-_LEAVE_SECONDS = 10.0
 #: Seconds between two looks.
 _TICK = 0.05
-#: What runs the supervisor of a host.
-_SUPERVISE = "from ring_plugins.launcher.host import main; sys.exit(main())"
 
 Notify = Callable[[str], None]
 
@@ -129,10 +124,11 @@ class Coordinator:
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size, self._min_ranks = sum(len(ranks) for _, ranks in hosts), min_ranks
+        self._may_add_hosts = takes_requests and logins is not None
         self._processes, self._notify, self._logins = processes, notify, logins
-        self._added_slots = AddedSlots(
-            self._size, most, [ranks for _, ranks in hosts], lambda: self._tell_all("added", self._added_slots.told())
-        )
+        self._added_slots = AddedSlots(self._size, most, [ranks for _, ranks in hosts])
+        self._published: dict[str, Any] = {"added": self._added_slots.told(), "joiners": []}
+        self._asked: Host | None = None  # for its join info
         self._started: dict[str, Any] | None = None  # what all supervisors were told
         self._began, self._failed_at = time.monotonic(), 0.0
         #: When to wait no longer for hosts that were told to end, and why they were if the job never began.
@@ -150,9 +146,6 @@ class Coordinator:
         self._failed: list[End] = []  # the ends that end the job, in the order in which they were told
         self._open, self._line = contextlib.ExitStack(), ProgressLine()
         self._requests = self._open.enter_context(GrowthRequests(self.add_ranks)) if takes_requests else None
-        start = partial(logins.start, self) if takes_requests and logins is not None else None
-        problems_of = logins.check.problems if logins is not None else lambda host, report: []
-        self._added_hosts = AddedHosts(self._hosts, self._added_slots, self._tell, notify, start, problems_of)
 
     def __enter__(self) -> Coordinator:  # noqa: PYI034 - typing.Self needs Python 3.11
         self._open.enter_context(self._line)
@@ -255,16 +248,18 @@ class Coordinator:
             return "no: the job ends"
         if rejection := self._added_slots.rejection(number):
             return rejection
-        new = wanted if not chosen else None
-        if new is not None:
-            if rejection := self._added_hosts.rejection(new, living.values()):
-                return rejection
-            chosen = {len(self._hosts): new}
-        if rejection := self._added_slots.rejection_of(chosen, number):
-            return rejection
-        if new is not None:
-            self._added_hosts.add(new)
-        return self._added_slots.add(number, chosen)
+        if wanted is None or chosen:
+            return self._added_slots.add(number, chosen)
+        if self._logins is None or not self._may_add_hosts:
+            return f"no: --host {wanted} is none of the job's hosts: {', '.join(living.values())}"
+        if sum(host.is_added for host in self._hosts) == MOST_ADDED:
+            return f"no: --host {wanted} would be more than {MOST_ADDED} hosts that were added to the job"
+        host, index = Host(wanted, []), len(self._hosts)
+        answer = self._added_slots.add(number, {index: wanted})
+        if answer.startswith("ok"):
+            self._hosts.append(host)
+            host.login = self._logins.start(self.port, self.key, wanted, index), time.monotonic()
+        return answer
 
     def _expects(self, claim: Claim) -> bool:
         host = self._hosts[claim.rank] if 0 <= claim.rank < len(self._hosts) else None
@@ -278,7 +273,8 @@ class Coordinator:
                 self._read(key.data)
         for new in self._acceptor.poll():
             self._join(new)
-        self._added_hosts.look_after()
+        self._look_after_added_hosts()
+        self._publish("added", self._added_slots.told())
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):
@@ -312,7 +308,7 @@ class Coordinator:
         elif kind == "members":
             host.members, host.joiners = int(body["members"]), list(body["joiners"])
         elif kind == "join info":
-            self._added_hosts.begin(self._started or {}, body)
+            self._begin_on_added_hosts(body)
         elif kind == "given back":
             self._added_slots.take_back(*read_ranks([body]))
         elif kind in ("failed", "ended"):
@@ -354,11 +350,76 @@ class Coordinator:
             where = " and ".join(self._hosts[index].name for index in left)
             self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")
         empty = [rank for rank in host.ranks if rank not in again]
-        if empty and left and self._added_hosts.can_add:
+        if empty and left and self._may_add_hosts:
             self._notify(
                 f"`ring add-ranks {len(empty)}` lets other processes take the places of {name_ranks(empty)}, and "
                 "--host chooses where."
             )
+
+    # Hosts that were added to the job ----------------------------------------------------------------
+
+    def _look_after_added_hosts(self) -> None:
+        """Let hosts take part that were added, and end those by which nobody can join any more."""
+        if not any(host.is_added for host in self._hosts):
+            return
+        waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
+        with_members = [host for host in self._hosts if not host.is_over and (not host.is_added or host.members)]
+        for host in waiting:
+            if why := self._why_it_cannot_begin(host, bool(with_members)):
+                self._drop(host, why)
+        if with_members and any(map(self._may_begin, waiting)) and self._asked not in with_members:
+            self._asked = with_members[0]
+            self._tell(self._asked, "join info?", None)
+        if not with_members:
+            self._publish("alone", True)
+        self._publish("joiners", [one for host in self._hosts if not host.is_over for one in host.joiners])
+
+    def _begin_on_added_hosts(self, join_info: Any) -> None:
+        """Let all hosts begin whose supervisors have come, with the join info of a host with members, if it has one."""
+        self._asked = None
+        for host in self._hosts:
+            if join_info and host.is_added and not host.has_begun and self._may_begin(host):
+                host.has_begun = True
+                told = {**(self._started or {}), "join info": join_info, "added": self._added_slots.told()}
+                self._tell(host, "start", told)
+
+    def _may_begin(self, host: Host) -> bool:
+        """Whether a host has come, and can run ranks."""
+        return not host.is_over and self._problems(host) == []
+
+    def _problems(self, host: Host) -> list[str] | None:
+        """Why a host cannot run ranks; None if that is not known yet."""
+        assert self._logins is not None
+        return None if host.here is None else self._logins.check.problems(host.name, host.here.get("report"))
+
+    def _why_it_cannot_begin(self, host: Host, has_members: bool) -> str:
+        """Why to go on without a host that was added and has not begun, "" if it may still begin."""
+        assert host.login is not None
+        process, since = host.login
+        if process.poll() is not None:
+            return "could not be reached, as the output above says"
+        if host.here is None and time.monotonic() - since > config.START_TIMEOUT.get():
+            return "did not come"
+        if problems := self._problems(host):
+            return f"cannot run ranks as it is: {' '.join(problems).rstrip('.')}"
+        return "" if has_members else "comes too late, since the other ranks have ended"
+
+    def _drop(self, host: Host, why: str) -> None:
+        assert host.login is not None
+        self._tell(host, "end", int(signal.SIGTERM))
+        host.is_lost = True
+        if host.login[0].poll() is None:
+            host.login[0].terminate()
+        slots = self._added_slots.note_end(self._hosts.index(host), [])
+        self._notify(f"{host.name} {why}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
+
+    # -------------------------------------------------------------------------------------------------
+
+    def _publish(self, kind: str, body: Any) -> None:
+        """Tell all supervisors something of which they get the whole whenever it has changed."""
+        if self._published.get(kind) != body:
+            self._published[kind] = body
+            self._tell_all(kind, body)
 
     def _tell_all(self, kind: str, body: Any) -> None:
         for host in self._hosts:
@@ -400,98 +461,3 @@ class OwnHost:
 def _is_same_host(name: str, wanted: str) -> bool:
     """Whether a user's name for a host is that of the one which the job calls so."""
     return wanted in (name, name.rpartition("@")[2]) or (is_this_host(name) and is_this_host(wanted))
-
-
-def command_for(job: JobSpec, host: str) -> list[str]:
-    """The command that starts the supervisor of a host."""
-    program = job.command[0]
-    python = program if Path(program).name.startswith("python") else sys.executable
-    if is_this_host(host):
-        return own_python(_SUPERVISE)
-    paths = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in job.environment and name in os.environ]
-    remote = shlex.join(
-        ["env", *(f"{name}={os.environ[name]}" for name in paths), *own_python_elsewhere(python, _SUPERVISE)]
-    )
-    alive = [] if job.agent else ["-o", "ServerAliveInterval=15"]  # a firewall may drop a login that is idle
-    return [*login(job), *alive, host, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {remote}"]
-
-
-class Logins:
-    """Starts the supervisors of a job's other hosts.
-
-    Args:
-        job: the job.
-        described: what all supervisors have to know; each gets its own host's part.
-        processes: end with the job, these among them.
-        relay: passes on what they print.
-
-    Attributes:
-        check: of hosts that are added.
-    """
-
-    def __init__(self, job: JobSpec, described: HostJob, processes: Processes, relay: Relay) -> None:
-        self._job, self._described, self._processes, self._relay = job, described, processes, relay
-        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self.check = LateCheck(job)
-
-    def start(
-        self, coordinator: Coordinator, host: str, index: int, ranks: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        """Start a host's supervisor; one without ranks is added to the job. Returns its process, or that of its login.
-
-        Args:
-            coordinator: of the job.
-            host, index: its name and number.
-            ranks: that it is to run.
-        """
-        towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
-        addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
-        told = replace(
-            self._described,
-            addresses=list(dict.fromkeys(addresses)),
-            port=coordinator.port,
-            key=coordinator.key,
-            index=index,
-            hosts=max(self._described.hosts, index + 1),
-            ranks=ranks,
-            is_added=not ranks,
-            question=None if ranks else self.check.question,
-        )
-        command = command_for(self._job, host)
-        out, err = self._relay.files(index)
-        description = os.memfd_create("ring_plugins/job")  # secrets are among it, so it is the standard input
-        try:
-            os.write(description, told.pack())
-            os.lseek(description, 0, os.SEEK_SET)
-            process = self._processes.start(
-                command,
-                os.environ,
-                end_signal=signal.SIGTERM,
-                stdin=description,
-                stdout=out,
-                stderr=err,
-                own_session=command[0] != sys.executable,  # Ctrl-C is for the ranks, not for their logins
-                is_helper=True,
-            )
-        finally:
-            os.close(description)
-        self._relay.start()
-        self._started.append((host, process))
-        if not ranks:
-            self.check.ask(host)
-        return process
-
-    def trouble(self) -> str | None:
-        """Why a supervisor will not come, None while all may."""
-        for host, process in self._started:
-            if (code := process.poll()) is not None:
-                how = silent_end(code) if code < 0 else f"ended with status {code}"
-                what = "the supervisor" if is_this_host(host) else "the login"
-                return f"{host}: {what} {how} before the job started; its output above says why."
-        return None
-
-    def leave(self) -> None:
-        """Wait for their ends, after that of the job."""
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while any(process.poll() is None for _, process in self._started) and time.monotonic() < deadline:
-            time.sleep(_TICK)

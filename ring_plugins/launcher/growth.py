@@ -120,22 +120,6 @@ def running_jobs() -> dict[int, str]:
     return found
 
 
-def rejection(number: int, free: int, most: int, may_grow: bool) -> str:
-    """The answer if a job has no slots for so many added ranks, "" if it has.
-
-    Args:
-        number: of ranks that were asked for.
-        free, most: how many slots are free, and how many there are.
-        may_grow: whether that is more than the job began with, or slots of lost ranks are free.
-    """
-    if not may_grow:
-        return "no: the job was started without --max-ranks, so it has no slots for added ranks"
-    if number > free:
-        found = f"{free or 'none'} of the job's {most} slots (--max-ranks {most})"
-        return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
-    return ""
-
-
 def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
     """Ask a `ring run` of this user for added ranks; returns what it says.
 

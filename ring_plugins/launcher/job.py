@@ -21,12 +21,13 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.rendezvous.spawn import as_status
 from ring_plugins.launcher import host, mpirun, preflight
-from ring_plugins.launcher.coordinator import Coordinator, Logins
+from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.host import Supervisor
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.launch_plan import LaunchPlan
+from ring_plugins.launcher.logins import Logins
 from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.meeting import AtAnAddress, InMemory, Meeting
 from ring_plugins.launcher.output import Relay
@@ -112,7 +113,7 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         stack.enter_context(coordinator)
         for index, (name, ranks_there) in enumerate(hosts):
             if logins is not None and index != here:
-                logins.start(coordinator, name, index, ranks_there)
+                logins.start(coordinator.port, coordinator.key, name, index, ranks_there)
         status = _coordinate(coordinator, None if here is None else own, meeting, processes, notify)
         if logins is not None:
             logins.leave()

@@ -6,7 +6,6 @@ its ranks ended, or is lost. The job has ended well if a rank that was not cut o
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import as_status, ending, silent_end
+from ring_plugins.launcher.processes import Popen
 
 _HOWS = ("", "failed", "followed", "left", "excluded", "lost", "late")
 
@@ -79,10 +79,10 @@ class Host:
         replaced: ranks of it whose places other processes have taken, with how often.
         added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
-        is_added: whether the job has begun without it (added_hosts.py).
-        members, joiners: how many ranks a host that was added has now, and who waits there if it has none.
-        has_begun: whether it has been told how to take part.
-        login: of one that was added, the process that runs its supervisor, and when that was started.
+        login: of one that was added, so that the job has begun without it: the process that runs its supervisor, and
+            when that was started.
+        members, joiners: how many ranks such a host has now, and who waits there if it has none.
+        has_begun: whether such a host has been told how to take part.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -94,10 +94,13 @@ class Host:
         self.why: str | None = None
         self.replaced: dict[int, int] = {}
         self.added: list[int] = []
-        self.is_added = self.has_begun = False
+        self.login: tuple[Popen, float] | None = None
         self.members, self.joiners = 0, list[Any]()
-        self.login: tuple[subprocess.Popen[bytes], float] | None = None
-        self.is_lost = False
+        self.has_begun = self.is_lost = False
+
+    @property
+    def is_added(self) -> bool:
+        return self.login is not None
 
     @property
     def is_connected(self) -> bool:

@@ -88,19 +88,20 @@ def run_replaced(
         slots = SlotProcesses(places, first, ranks, start, lambda _: None, world_ranks=unused, standbys=standbys)
         slots.start_first()
 
-        def publish() -> None:
-            told = added.told()
-            slots.follow([(one.slot, one.attempt) for one in told["slots"]])
-            places.in_use = told["in use"]
-
-        added = AddedSlots(ranks, most, [first], publish)
+        added = AddedSlots(ranks, most, [first])
+        published = added.told()
         with GrowthRequests(lambda number, host: added.add(number, {0: "here"})) as requests:
 
             def each_time() -> None:
+                nonlocal published
                 requests.poll()
                 added.note_joined(slots.added)
                 while slots.given_back:
                     added.take_back(slots.given_back.pop())
+                if (told := added.told()) != published:
+                    published = told
+                    slots.follow([(one.slot, one.attempt) for one in told["slots"]])
+                    places.in_use = told["in use"]
                 meanwhile()
 
             result = _follow([slots], started, directory, began, seconds, each_time)

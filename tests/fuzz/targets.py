@@ -759,7 +759,7 @@ class SupervisorMessages(JsonTarget):
             if host.here is not None and not host.is_lost:
                 assert 0 <= host.here["port"] < 1 << 16
                 host.here.get("report")
-            coordinator._added_hosts.look_after()
+            coordinator._look_after_added_hosts()
             status, why = verdict(coordinator._hosts, coordinator._failed, 4)
             assert 0 <= status <= 255
             assert why is None or isinstance(why, str)

@@ -7,67 +7,71 @@ HOSTS = {0: "host1", 1: "host2"}
 
 
 def growing(most=8, ranks=(2, 2)):
-    told = []
     first = [list(range(sum(ranks[:host]), sum(ranks[: host + 1]))) for host in range(len(ranks))]
-    slots = AddedSlots(sum(ranks), most, first, lambda: told.append([tuple(slot) for slot in slots.told()["slots"]]))
-    return slots, told
+    return AddedSlots(sum(ranks), most, first)
+
+
+def told(slots):
+    return [tuple(slot) for slot in slots.told()["slots"]]
 
 
 def test_each_goes_to_a_host_that_has_the_fewest_and_those_of_one_host_follow_each_other():
-    slots, told = growing(ranks=(3, 1))
+    slots = growing(ranks=(3, 1))
     assert slots.add(3, HOSTS) == "ok: rank 4 on host1 and ranks 5, 6 on host2 will join where an epoch begins"
-    assert told == [[(4, 0, 0), (5, 1, 0), (6, 1, 0)]]
+    assert told(slots) == [(4, 0, 0), (5, 1, 0), (6, 1, 0)]
     assert slots.add(1, {0: "host1"}) == "ok: rank 7 on host1 will join where an epoch begins"
-    assert told[-1] == [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 0, 0)] and slots.told()["in use"] == 8
+    assert told(slots) == [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 0, 0)] and slots.told()["in use"] == 8
 
 
 def test_more_than_there_is_room_for_is_rejected():
-    slots, told = growing(most=5)
+    slots = growing(most=5)
     assert slots.add(2, HOSTS) == "no: 2 asked for, but 1 of the job's 5 slots (--max-ranks 5) is free"
-    assert growing(most=0)[0].add(1, HOSTS).startswith("no: the job was started without --max-ranks")
-    assert not told
+    assert growing(most=0).add(1, HOSTS).startswith("no: the job was started without --max-ranks")
+    assert not told(slots)
 
 
 def test_a_slot_that_is_given_back_takes_those_behind_it_along_and_is_free_again():
-    slots, told = growing()
+    slots = growing()
     slots.add(3, HOSTS)
     slots.note_joined([4])
     slots.take_back(4)  # its host has not seen yet that it has joined
-    assert len(told) == 1
+    assert len(told(slots)) == 3
     slots.take_back(5)
-    assert told[-1] == [(4, 0, 0)]
+    assert told(slots) == [(4, 0, 0)]
     assert slots.add(1, {1: "host2"}) == "ok: rank 5 on host2 will join where an epoch begins"
-    assert told[-1] == [(4, 0, 0), (5, 1, 1)], "whose first process needs another world rank than 5"
+    assert told(slots) == [(4, 0, 0), (5, 1, 1)], "whose first process needs another world rank than 5"
 
 
 def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
-    slots, told = growing()
+    slots = growing()
     slots.add(2, {1: "host2"})
     slots.add(1, {0: "host1"})
     slots.note_joined([4])
     assert slots.note_end(1, [0]) == [5, 6]
-    assert told[-2:] == [[], [(5, 0, 1), (6, 0, 1)]]
+    assert told(slots) == [(5, 0, 1), (6, 0, 1)]
     assert slots.add(9, {0: "host1"}).startswith(
         "no: 9 asked for, but 4 of the job's 8 slots (--max-ranks 8) are free"
     ), "with 2, 3, 4 of host2"
     assert slots.add(2, {0: "host1"}) == "ok: ranks 2, 3 on host1 will join"
-    assert told[-1] == [(2, 0, 1), (3, 0, 1), (5, 0, 1), (6, 0, 1)]
+    assert told(slots) == [(2, 0, 1), (3, 0, 1), (5, 0, 1), (6, 0, 1)]
     slots.note_joined([5, 6])
     assert slots.of_host(0) == [0, 1, 2, 3, 5, 6] and slots.note_end(0, []) == [2, 3]
-    slots, told = growing()
+    slots = growing()
     slots.add(1, HOSTS)
-    assert slots.note_end(0, []) == [4] and told[-1] == [], "nobody is left"
+    assert slots.note_end(0, []) == [4] and told(slots) == [], "nobody is left"
 
 
 def test_no_host_gets_more_places_of_lost_ranks_than_it_has_numbers_for_processes():
-    slots, told = growing(most=40, ranks=(16, 16))
-    assert slots.note_end(1, []) == [] and not told
+    slots = growing(most=40, ranks=(16, 16))
+    assert slots.note_end(1, []) == [] and not told(slots)
     new = {2: "host3"}
-    assert slots.rejection_of(new, 15).startswith("no: host3 can start at most 14 more processes in the places of lost")
-    assert not slots.rejection_of({0: "host1"}, 16)
-    assert slots.rejection_of(new, 14) == "" and slots.add(10, new).startswith("ok: ranks 16")
-    assert "at most 4 more processes in the places of lost ranks, not 6:" in slots.rejection_of(new, 6)
-    assert slots.rejection_of(new, 4) == ""
+    assert slots._rejection_of(new, 15).startswith(
+        "no: host3 can start at most 14 more processes in the places of lost"
+    )
+    assert not slots._rejection_of({0: "host1"}, 16)
+    assert slots._rejection_of(new, 14) == "" and slots.add(10, new).startswith("ok: ranks 16")
+    assert "at most 4 more processes in the places of lost ranks, not 6:" in slots._rejection_of(new, 6)
+    assert slots._rejection_of(new, 4) == ""
 
 
 def test_no_two_hosts_have_the_same_numbers_for_processes():

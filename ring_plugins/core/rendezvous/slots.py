@@ -12,7 +12,7 @@ reads there how far each process is, and how the end of one is meant.
 - A process knows its own row (`OwnSlot`). Behind the rows are two JSON values (`SharedJson`). The *join info* is what a
   new process of this host needs so that the
   members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
-  others have joined. A host that has no member yet gets the join info of another host (launcher/added_hosts.py). The
+  others have joined. A host that has no member yet gets the join info of another host (launcher/coordinator.py). The
   *remote joiners* are processes that wait to join on hosts without members, where no member sees them; the supervisor
   writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
 - **Standbys** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
