@@ -48,7 +48,7 @@ from ring_plugins.keras.joining import reject_before_joining
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
 from ring_plugins.keras.state import optimizers_of, value_of
 from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
-from ring_plugins.observe.drift import (
+from ring_plugins.observe.consistency import (
     checksum,
     differing_weights,
     is_check_wanted,

@@ -66,7 +66,7 @@ from ring_plugins.keras.validation import (
     differing_options,
 )
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
-from ring_plugins.observe.drift import DriftCheck, chosen_interval, differing_weights, drift_check, is_compared_after
+from ring_plugins.observe.consistency import DriftCheck, chosen_interval, differing_weights, is_compared_after
 from ring_plugins.observe.training import announce_training
 
 #: Callbacks whose `fit` has begun and not ended, as far as they know.
@@ -182,7 +182,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             raise ArgumentError("shard_optimizer=True needs average_gradients=True: parts of equal models are updated.")
         Compression.named(compression, error_feedback)  # raises now rather than in fit
         self.drift_check_every = chosen_interval(drift_check_every)
-        self._drift: DriftCheck | None = None
+        self._drift = DriftCheck(0)
         self._first = _First(self._begin_data, self._synchronize_state)
         self._installed: list[GradientAveraging] = []
         self._communicators: list[Communicator] = []
@@ -246,7 +246,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._communicators = [self._communicator, stop]
         self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted)
         self._losses = LossWatch()
-        self._drift = drift_check(self.drift_check_every, lambda: weight_checksums(self.model))
+        self._drift = DriftCheck(self.drift_check_every)
         model = self.model
         check_other_parallelism(model)
         check_equal_steps(self.params, self._communicator)
@@ -417,8 +417,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self._steps_until_check == 0:
             self._check_averaged()
             self._compare_weights("after the first step")
-        if self._drift is not None:
-            self._drift.after_step()
+        if self._drift.every:
+            self._drift.after_step(lambda: weight_checksums(self._model), self._communicator)
         elif self.average_gradients and is_compared_after(1 - self._steps_until_check):
             optimizers = [averaging.optimizer for averaging in self._active()]
             when = f"after step {batch + 1} of epoch {(self._epoch or 0) + 1}"
@@ -587,9 +587,6 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._batch_norm = None
         for communicator in self._communicators:
             communicator.close()
-        if self._drift is not None:
-            self._drift.close()
-            self._drift = None
         self._communicators = []
 
 

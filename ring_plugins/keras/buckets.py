@@ -26,7 +26,7 @@ from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_ov
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap, replaces
 from ring_plugins.keras.recovery import LossWatch, check_equal
-from ring_plugins.observe.drift import checksum
+from ring_plugins.observe.consistency import checksum
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 from ring_plugins.core.base.errors import DriftError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.validation import differing_options, options_of
-from ring_plugins.observe.drift import Checksums, differing_weights
+from ring_plugins.observe.consistency import Checksums, differing_weights
 
 #: Why weights may differ, if nothing else is known.
 LIKELY_CAUSES = (

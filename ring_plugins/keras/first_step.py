@@ -16,7 +16,7 @@ from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import averaging_of
 from ring_plugins.keras.callback_list import check_first_step
 from ring_plugins.keras.state import optimizers_of, weight_checksums
-from ring_plugins.observe.drift import differing_weights, is_check_wanted
+from ring_plugins.observe.consistency import differing_weights, is_check_wanted
 from ring_plugins.observe.training import announce_training
 
 _REMEDY = (

@@ -25,7 +25,7 @@ from ring_plugins.core.exit_hooks import exit_status
 from ring_plugins.core.world import current
 from ring_plugins.keras.callback_list import call_when_freed
 from ring_plugins.keras.state import weight_checksums
-from ring_plugins.observe.drift import differing_weights, is_check_wanted
+from ring_plugins.observe.consistency import differing_weights, is_check_wanted
 
 
 class Averaging(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.observe.drift import Checksums, differing_weights, membership_changes
+from ring_plugins.observe.consistency import Checksums, differing_weights, membership_changes
 
 
 class LossWatch:

@@ -37,7 +37,7 @@ from ring_plugins.keras.backends import Slices, backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.slices import SliceGather, SliceLayout
 from ring_plugins.keras.state import PART, broadcast_array, value_of
-from ring_plugins.observe.drift import checksum
+from ring_plugins.observe.consistency import checksum
 
 #: Keras's optimizers that treat each element on its own.
 ELEMENTWISE = (

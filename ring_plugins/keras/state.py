@@ -24,7 +24,7 @@ from ring_plugins.core.joining.root import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
-from ring_plugins.observe.drift import checksum
+from ring_plugins.observe.consistency import checksum
 
 #: Difference between the seeds of consecutive ranks, so that no two ranks of a job draw the same numbers.
 SEED_STRIDE = 7919

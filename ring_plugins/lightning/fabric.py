@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from typing_extensions import override
 
 from ring_plugins.core.arrays.codec import CodecName
@@ -18,9 +17,7 @@ from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
-from ring_plugins.observe.drift import differing_weights
 from ring_plugins.torch.broadcast import broadcast_parameters
-from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
@@ -65,7 +62,6 @@ class RingFabricLogic(RingParallelLogic):
             precision=precision,
         )
         self._backward_sync_control: BackwardSyncControl = BackwardSyncControl()
-        self._is_compared = False
 
     @property
     def waited_seconds(self) -> float:
@@ -144,21 +140,7 @@ class RingFabricLogic(RingParallelLogic):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         self._backward_sync_control.count_update()
-        if not self._is_compared:
-            self._is_compared = True
-            self._compare_weights("after the first step")
         return result
-
-    def _compare_weights(self, when: str) -> None:
-        """Warn on rank 0 if the ranks' weights differ. Collective, as Fabric's `save` and steps after `setup` are."""
-        named = self._backward_sync_control.named_parameters
-        found = differing_weights(lambda: parameter_checksums(named()), when) if named() else ""
-        if found:
-            rank_zero_warn(
-                f"{found} A rank made a different update: gradients or weights that the script changes on some ranks "
-                "only, an optimizer that draws random numbers, or a step that it skipped. If they differ on purpose, "
-                "RING_WEIGHT_CHECK=0 switches this comparison off."
-            )
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -206,10 +188,6 @@ class BackwardSyncControl:
         """Note that an optimizer has made an update."""
         for _, averager in self._averagers:
             averager.count_update()
-
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """The parameters of all modules."""
-        return [named for module, _ in self._averagers for named in module.named_parameters()]
 
     @property
     def waited_seconds(self) -> float:

@@ -31,7 +31,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.world import current
-from ring_plugins.observe.drift import is_check_wanted
+from ring_plugins.observe.consistency import is_check_wanted
 
 #: Whole names, in lower case, of what each rank may have for itself: its place, its random numbers, its part of the
 #: data, what it prints.

@@ -34,10 +34,10 @@ from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import for_device
-from ring_plugins.observe.drift import DriftCheck, FirstComparison, chosen_interval, differing_weights, drift_check
+from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.compared_options import Groups
-from ring_plugins.torch.drift import parameter_checksums
+from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 
@@ -143,9 +143,7 @@ class RingTrainerLogic(RingParallelLogic):
         self._skip_step_on = exceptions_to_skip(skip_step_on)
         self._shared_step: SharedStep | None = None
         self._averager: GradientAverager | None = None
-        self._drift_check_every = chosen_interval(drift_check_every)
-        self._drift: DriftCheck | None = None
-        self._first = FirstComparison()
+        self._drift = DriftCheck(chosen_interval(drift_check_every))
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
         self._applied_layer_sync: Any | None = None
@@ -197,9 +195,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
-            self._first = FirstComparison()
-            named = self.lightning_module.named_parameters
-            self._drift = drift_check(self._drift_check_every, lambda: parameter_checksums(named()))
+            self._drift = DriftCheck(self._drift.every)
         if is_fitting and (self.is_distributed or self._skip_step_on):
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
             self._averager.compare_options(_groups_of(self))
@@ -286,35 +282,23 @@ class RingTrainerLogic(RingParallelLogic):
         if self._shared_step is None:
             return step(closure)
         assert self._averager is not None
-        if self._drift is not None and self._shard:
-            self._drift.after_step()  # before the step, which gives all ranks the same weights
+        if self._drift.every and self._shard:
+            self._check_drift(self._averager)  # before the step, which gives all ranks the same weights
         skipped_before = self._averager.skipped_steps
         result = self._shared_step.run(optimizer, closure, step)
         if not self.is_distributed or self._averager.skipped_steps > skipped_before:
             return result
         self._averager.count_update()
-        if self._drift is not None and not self._shard:
-            self._drift.after_step()
-        if not self._first.is_over:
-            self._first.end()
-            self._compare_weights("after the first step")
+        if self._drift.every and not self._shard:
+            self._check_drift(self._averager)
         return result
+
+    def _check_drift(self, averager: GradientAverager) -> None:
+        self._drift.after_step(lambda: parameter_checksums(averager.named_parameters), averager.communicator)
 
     def _may_accumulate(self) -> bool:
         """Whether the step that is being computed may have gradients of batches before."""
         return self._accumulates or self._trainer.accumulate_grad_batches > 1
-
-    def _compare_weights(self, when: str) -> None:
-        """Warn on rank 0 if the ranks' weights differ."""
-        assert self.lightning_module is not None
-        named = self.lightning_module.named_parameters
-        found = "" if has_failed() else differing_weights(lambda: parameter_checksums(named()), when)
-        if found:
-            rank_zero_warn(
-                f"{found} A rank made a different update: an optimizer or a hook that draws random numbers, or a "
-                "condition that is true on some ranks only. If they differ on purpose, RING_WEIGHT_CHECK=0 switches "
-                "this comparison off."
-            )
 
     @contextmanager
     @override
@@ -334,7 +318,7 @@ class RingTrainerLogic(RingParallelLogic):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._averager is not None:
             self._averager.check()
-            if self._first.is_over and not has_failed():  # after a step
+            if self._averager.steps and not has_failed():
                 self._averager.compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
@@ -396,9 +380,6 @@ class RingTrainerLogic(RingParallelLogic):
             self._waited_seconds += self._averager.waited_seconds
             self._averager.close()
             self._averager = self._buffers = self._shared_step = None
-        if self._drift is not None:
-            self._drift.close()
-            self._drift = None
         if self._same_loop is not None:
             self._same_loop.close()
             self._same_loop = None
@@ -414,7 +395,7 @@ class RingTrainerLogic(RingParallelLogic):
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        state["_averager"] = state["_shared_step"] = state["_drift"] = state["_follower"] = None
+        state["_averager"] = state["_shared_step"] = state["_follower"] = None
         state["_same_loop"] = None
         return state
 

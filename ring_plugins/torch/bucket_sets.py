@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import operator
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,12 +24,12 @@ from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
-from ring_plugins.core.world import current, is_initialized
+from ring_plugins.core.world import current
+from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
 from ring_plugins.torch.autograd import are_some_replaced, registrations, replaced
-from ring_plugins.torch.compared_options import ComparedOptions, listed
+from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import TorchStreams, is_capturing
-from ring_plugins.torch.drift import WeightsInStep, parameter_checksums
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks
 from ring_plugins.torch.ownership import Claim, is_claimed, rejection, still_there
@@ -66,8 +65,7 @@ class BucketSets:
         parameters: of `named`.
         claim: to the parameters that were ever trained.
         overlap: whether reductions overlap backward.
-        weights: compared by the averager's passes.
-        options: of the optimizers that use the averages.
+        checks: what the averager's passes compare.
         sizes: of all buckets.
         kept: by which parameters are trained.
         seen: by position which were not frozen when `current` looked.
@@ -94,10 +92,7 @@ class BucketSets:
         self.claim = Claim(f"{communicator.name} (of {kind})")
         self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
-        own = weakref.ref(self)  # or the model would stay until a garbage collection
-        self.weights = WeightsInStep(lambda: sets.trained_checksums() if (sets := own()) else ([], []))
-        job = current().elastic if is_initialized() and current().recovers else None
-        self.options = ComparedOptions(job, weights=self.weights)
+        self.checks = TorchChecks(self.claim)
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}
@@ -115,10 +110,6 @@ class BucketSets:
         """The (name, parameter) pairs of the model as it is now."""
         return named_parameters(self._model)
 
-    def trained_checksums(self) -> tuple[list[str], list[int]]:
-        """Names and checksums of the weights that were ever trained here, as far as an optimizer has them."""
-        return parameter_checksums(self.options.uses((name, p) for name, p in self.named if self.claim.has(p)))
-
     def replace_list(self, named: Sequence[Named]) -> None:
         """Replace the (name, parameter) pairs given at construction."""
         self._model = named
@@ -134,7 +125,7 @@ class BucketSets:
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
         held = {parameter for parameter, is_held in zip(self.parameters, self._held, strict=False) if is_held}
         self.named = [(name, parameter) for parameter, name in names.items()]
-        self.parameters = list(names)
+        self.parameters, self.checks.weights.named = list(names), self.named
         self._held = tuple(map(held.__contains__, names)) if held else ()
         self._held_sets = set()
         self._order = ArrivalOrder()
@@ -214,7 +205,7 @@ class BucketSets:
 
     def replaced_by_untrained(self, buckets: GradientBuckets) -> list[str]:
         """Names of parameters of a pass that the model no longer uses, and whose new ones nobody averages."""
-        used = {id(one) for group in self.options.groups for one in group.get("params", ())}
+        used = {id(one) for group in self.checks.options.groups() for one in group.get("params", ())}
         return [
             name
             for name, found in buckets.replaced.items()
@@ -238,7 +229,7 @@ class BucketSets:
                 self._gathers_sparse,
                 order,
                 self.overlap,
-                self.options,
+                self.checks,
                 trained,
             )
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too

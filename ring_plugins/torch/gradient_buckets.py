@@ -30,11 +30,14 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.observe.consistency import COUNT, differ, listed
 from ring_plugins.torch.autograd import Replaced
-from ring_plugins.torch.compared_options import COUNT, ComparedOptions, differ, listed, options_error
+from ring_plugins.torch.compared_options import options_error
+from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
+from ring_plugins.torch.ownership import Claim
 from ring_plugins.torch.saved_gradients import SavedGradients
 from ring_plugins.torch.sparse import average_sparse
 from ring_plugins.torch.tensor_memory import (
@@ -116,7 +119,7 @@ class GradientBuckets:
         order: positions in `named` of all that are not frozen, first gradient first, equal on all ranks; None if that
             is not known yet.
         overlap: whether reductions overlap backward.
-        options: of the optimizers, to be compared in every pass.
+        checks: what passes compare.
         is_trained: by position in `named` whether the parameter takes part; by default those that are not frozen.
 
     Attributes:
@@ -147,10 +150,10 @@ class GradientBuckets:
         gathers_sparse: bool,
         order: Sequence[int] | None = None,
         overlap: Overlap | None = None,
-        options: ComparedOptions | None = None,
+        checks: TorchChecks | None = None,
         is_trained: Sequence[bool] | None = None,
     ) -> None:
-        self._options, self._gathers_sparse = options or ComparedOptions(), gathers_sparse
+        self._checks, self._gathers_sparse = checks or TorchChecks(Claim("")), gathers_sparse
         # Where ranks may be lost, buckets stay as they are: making others is what no loss may interrupt.
         self._recovers = communicator.recovers
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
@@ -376,10 +379,10 @@ class GradientBuckets:
         if is_last and not (self._streams is not None and is_capturing()):
             if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
                 self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
-            trained = zlib.crc32(self.noted.encode(), self._trained_checksum) if self.noted else self._trained_checksum
-            options = self._options.update(trained)
-            if options is not self._written_options:
-                self._write_options(options)
+            self._checks.trained.take(self.trained, self._trained_checksum, self.noted)
+            numbers = self._checks.numbers()
+            if numbers is not self._written_options:
+                self._write_options(numbers)
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         if is_last:
             if self._is_failing:
@@ -451,7 +454,7 @@ class GradientBuckets:
             self._held.give_back(self._absent)
         told = self._read_control(at_once)
         if told is _NOTHING_TOLD and not self._sparse and not self._absent:
-            self._options.note_compared()
+            self._checks.note_compared()
             return _ORDINARY
         failed, any_sparse, has_others, members_change, *options = told
         if failed:
@@ -464,7 +467,7 @@ class GradientBuckets:
         found = self._agree_on_sparse() if any_sparse else []
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
-        self._options.note_compared()
+        self._checks.note_compared()
         return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0)
 
     def fail(self) -> Outcome:
@@ -520,7 +523,7 @@ class GradientBuckets:
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:
-            raise options_error([self._options.text], [self._communicator.ranks[self._communicator.rank]])
+            raise options_error([self._checks.options.texts], [self._communicator.ranks[self._communicator.rank]])
         return failed
 
     def _reject_late_sparse(self) -> None:

@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,7 +45,8 @@ from ring_plugins.core.world import (
 from ring_plugins.torch import changes
 from ring_plugins.torch.autograd import Backward, current_task, no_callback
 from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
-from ring_plugins.torch.compared_options import Groups, check_equal_options
+from ring_plugins.torch.compared_options import Groups
+from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.gradient_hooks import GradientHooks, Group
@@ -57,7 +58,6 @@ from ring_plugins.torch.own_gradients import (
     step_inside_backward,
 )
 from ring_plugins.torch.ownership import Claim, rejection, still_there
-from ring_plugins.torch.recovery import RecoveryCheck
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.tensor_memory import are_pairs
 
@@ -144,7 +144,9 @@ class GradientAverager:
             self._communicator = communicator or _communicator_for(named_parameters(model))
             self._recovery: RecoveryCheck | None = None
             if self._communicator.recovers:
-                self._recovery = RecoveryCheck(self._communicator, autotune)
+                if tuning_is_wanted(autotune):
+                    current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
+                self._recovery = RecoveryCheck(self._communicator)
         self._streams: TorchStreams | None = None
         if isinstance(self._communicator, DeviceCommunicator):
             self._streams = streams(self._communicator.device)
@@ -160,6 +162,8 @@ class GradientAverager:
             gathers_sparse=sparse == "gather",
         )
         self._claim = self._sets.claim
+        #: What ranks compare.
+        self.checks: TorchChecks = self._sets.checks
         kept = self._sets.kept  # not the sets: they refer to the model, which may refer to this object
         self._finalizer = weakref.finalize(self, _discard, self._hooks, kept, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
@@ -168,7 +172,6 @@ class GradientAverager:
         self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed.
         self.is_closed = False
-        self._after_pass: weakref.WeakMethod[Callable[[int], None]] | None = None
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1 or communicator is not None or self._recovery is not None:
@@ -262,22 +265,12 @@ class GradientAverager:
         Raises:
             MismatchError: other options of the optimizers differ.
         """
-        if self._buckets is not None:
-            check_equal_options(groups(), self._communicator)
-        self._sets.options.follow(groups, names or {})
+        self.checks.follow(groups, names or {}, None if self._buckets is None else self._communicator)
         self._own.counts_updates = False
 
     def count_update(self) -> None:
         """Note that an optimizer has used the averages."""
-        self._sets.options.updates += 1
-
-    def call_after_pass(self, method: Callable[[int], None]) -> None:
-        """From now on call a method, which this does not keep alive, when all ranks have averaged and are in step.
-
-        Args:
-            method: gets the number of updates, as `count_update` counts them; may be collective.
-        """
-        self._after_pass = weakref.WeakMethod(method)
+        self.checks.updates.set(self.checks.updates.count + 1)
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -493,10 +486,8 @@ class GradientAverager:
             Whether a rank is to leave now.
         """
         if self._recovery is not None:
-            self._recovery.check_has_joined()
-            buckets.wants_change = current().elastic.wants_change
-        is_due = self._sets.weights.is_due
-        at_once = self._skipping.step is not None or not buckets.is_ordered or is_due
+            buckets.wants_change = self._recovery.begin_pass()
+        at_once = self._skipping.step is not None or not buckets.is_ordered or self.checks.is_due
         try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except MismatchError as error:
@@ -512,12 +503,10 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            self._sets.options.raise_difference(self._communicator, buckets.trained, buckets.noted)
+            self.checks.say(self._communicator)
         if buckets.replaced and (names := self._sets.replaced_by_untrained(buckets)):
             raise replaced_error(self._communicator.name, names)
         captures = self._streams is not None and is_capturing()
-        if not captures and self._after_pass is not None and (method := self._after_pass()) is not None:
-            method(self._sets.options.updates)
         if self._hooks.arrivals is not None and not captures:
             if outcome.has_others:
                 # Ranks may wait for their averagers in different orders, so none may wait for more than its gradients.
@@ -690,11 +679,7 @@ class GradientAverager:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
         if self._buckets is not None:
-            self._sets.options.check_weights(when, self._communicator)
-
-    def likely_causes(self) -> str:
-        """Sentences that say why the ranks' weights differ, as far as they know; collective."""
-        return self._sets.options.likely_causes(self._communicator)
+            self.checks.weights.compare(when, self._communicator)
 
     def check(self) -> None:
         """Raise if the failure of a rank made the last averages meaningless, which a GPU does not report.

@@ -13,15 +13,13 @@ from torch.optim import Optimizer
 
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.base.log import logger
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all, current, is_initialized
-from ring_plugins.observe.drift import FirstComparison, differing_weights, drift_check
+from ring_plugins.core.world import constructed_by_all
+from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.compared_options import groups_of
-from ring_plugins.torch.drift import parameter_checksums
+from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
-from ring_plugins.torch.other_optimizers import OtherOptimizers
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
@@ -104,6 +102,7 @@ class DistributedOptimizer(WrappedOptimizer):
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
             self.optimizer = optimizer
+            self._drift = DriftCheck(chosen_interval(drift_check_every))
             self._names = _names_of(named_parameters)
             if self._names and (lacking := [p for p in self._optimized() if p not in self._names]):
                 raise ArgumentError(
@@ -123,6 +122,7 @@ class DistributedOptimizer(WrappedOptimizer):
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named())
             self.averager.compare_options(groups_of(self.optimizer), self._names)
+            self.averager.checks.follow_others()
         except BaseException:
             if isinstance(self.optimizer, ShardedOptimizer):
                 self.optimizer.close()
@@ -131,14 +131,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._reductions_so_far = 0
         self._averaged_parameters = self._optimized()
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
-        self._first = FirstComparison()
-        if self._is_sharded:  # compares before the first step
-            self._first.end()
-        self._others = OtherOptimizers()
-        self._recovers = is_initialized() and current().recovers
-        self.averager.call_after_pass(self._compare)
         announce_training()
-        self._drift = drift_check(drift_check_every, lambda: parameter_checksums(self._named()))
 
     def _optimized(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -206,8 +199,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 "this DistributedOptimizer has been closed and averages no gradients, so the ranks would drift apart. "
                 "Build a new one on all ranks, or step its inner optimizer: optimizer.optimizer.step()."
             )
-        if self._drift is not None and self._is_sharded:
-            self._drift.after_step()  # before the step, which gives all ranks the same weights
+        if self._drift.every and self._is_sharded:
+            self._check_drift()  # before the step, which gives all ranks the same weights
         if closure is None:
             self._average_what_is_left()
             if self._take_new_parameters():
@@ -217,30 +210,12 @@ class DistributedOptimizer(WrappedOptimizer):
             result = self.optimizer.step(self._averaged(closure))
         self.averager.count_update()
         self._reductions_so_far = self.averager.steps
-        if self._drift is not None and not self._is_sharded:
-            self._drift.after_step()
+        if self._drift.every and not self._is_sharded:
+            self._check_drift()
         return result
 
-    def _compare(self, updates: int) -> None:
-        """Warn on rank 0 if the ranks' weights differ after the first step, or later those of other optimizers.
-
-        The averager calls this at the end of a backward, where all ranks are: in `step` one that leaves it out would be
-        waited for. It compares on the averager's communicator, since other optimizers may step in other threads.
-        """
-        if updates & (updates - 1) and self._first.is_over and not self._recovers:
-            return
-        communicator = self.averager.communicator
-        found = self._others.compare(updates, self._names, communicator)
-        if found and communicator.rank == 0:
-            logger.warning(found)
-        if self._first.is_over or updates == 0:
-            return
-        self._first.end()
-        found = differing_weights(lambda: parameter_checksums(self._named()), "after the first step", communicator)
-        if found:
-            causes = self.averager.likely_causes()
-            if communicator.rank == 0:
-                logger.warning(f"{found} {causes}")
+    def _check_drift(self) -> None:
+        self._drift.after_step(lambda: parameter_checksums(self._named()), self.averager.communicator)
 
     def _average_what_is_left(self) -> None:
         """Average gradients that came after the last reduction.
@@ -272,7 +247,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
         self.averager = cast(GradientAverager, _NoAverager())
-        self._names, self._drift, self._reductions_so_far = {}, None, 0
+        self._names, self._drift, self._reductions_so_far = {}, DriftCheck(0), 0
         self._is_sharded = isinstance(self.optimizer, ShardedOptimizer)
 
     def __repr__(self) -> str:
@@ -303,8 +278,6 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def close(self) -> None:
         """Stop averaging. A `step` on averages that are already there still works; so does the wrapped optimizer."""
-        if self._drift is not None:
-            self._drift.close()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.close()
         self.averager.close()

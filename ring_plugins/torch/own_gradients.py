@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.world import World, current, is_initialized
-from ring_plugins.torch.compared_options import listed
+from ring_plugins.observe.consistency import listed
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 _watched: list[weakref.ref[OwnGradients]] = []

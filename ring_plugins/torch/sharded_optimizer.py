@@ -38,9 +38,9 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.world import current, is_initialized
-from ring_plugins.observe.drift import differing_weights
+from ring_plugins.observe.consistency import differing_weights
+from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.device import is_supported
-from ring_plugins.torch.drift import parameter_checksums
 from ring_plugins.torch.own_gradients import before_use
 from ring_plugins.torch.parameter_slices import ParameterSlices
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer

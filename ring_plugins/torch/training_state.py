@@ -24,8 +24,8 @@ from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.joining.join import admit, if_different, join
 from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone, transfer_state
 from ring_plugins.core.world import current
+from ring_plugins.observe.consistency import common_place
 from ring_plugins.torch.broadcast import Placeholder
-from ring_plugins.torch.compared_options import common_place, place_error
 from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory, is_dense
 from ring_plugins.torch.trained_parts import averaged_orders, take_trained_parts, trained_parts
@@ -227,11 +227,7 @@ class TrainingState:
         common_place.take(self._integers())
         communicator = current().communicator
         if not was_compared and communicator.size > 1:
-            error = place_error(
-                communicator.all_gather_object(common_place.values, "TrainingState"), communicator.ranks
-            )
-            if error:
-                raise error
+            common_place.say(communicator)
 
 
 def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> dict[str, Any] | None:

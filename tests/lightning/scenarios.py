@@ -516,7 +516,7 @@ def learning_rates_are_compared(run: Run) -> Outcome:
 
     class Asking(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            outcome["groups"] = len(self.trainer.strategy._averager._sets.options.text)
+            outcome["groups"] = len(self.trainer.strategy._averager.checks.options.texts)
 
     run.trainer(max_epochs=1, limit_train_batches=1).fit(Asking(), loader())
     return outcome

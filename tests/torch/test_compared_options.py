@@ -1,30 +1,24 @@
 """Options of optimizers that differ among ranks are found in any precision, by ranks that are threads."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.observe.consistency import Place, bits_of, differ
 from ring_plugins.torch import GradientAverager
-from ring_plugins.torch.compared_options import (
-    COUNT,
-    ComparedOptions,
-    ComparedPlace,
-    differ,
-    options_error,
-    trained_error,
-)
+from ring_plugins.torch.compared_options import Options, options_error
 from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
 def numbers_of(*groups):
-    options = ComparedOptions()
-    options.follow(lambda: groups)
-    return options.update()
+    options = Options()
+    options.groups = lambda: groups
+    options.look()
+    return bits_of(options.number)
 
 
 def shares(*ranks):
@@ -61,19 +55,17 @@ def test_what_makes_no_difference_is_no_difference(one, other):
     assert not differ(shares(numbers_of(one), numbers_of(other)))
 
 
-def test_ranks_that_compare_nothing_differ_from_none():
-    assert ComparedOptions().update().tolist() == [0] * COUNT
-    assert not differ(shares(ComparedOptions().update(), numbers_of({"lr": 0.1})))
-
-
 def test_the_checksum_is_computed_when_a_value_has_changed():
     group = {"lr": torch.tensor(0.1)}
-    options = ComparedOptions()
-    options.follow(lambda: [group])
-    first = options.update()
-    assert options.update() is first
+    options = Options()
+    options.groups = lambda: [group]
+    options.look()
+    first = options.number
+    options.look()
+    assert options.number == first
     group["lr"].fill_(0.2)  # as torch's schedulers do
-    assert options.update().tolist() != first.tolist()
+    options.look()
+    assert options.number != first
 
 
 def test_the_error_names_the_group_the_values_and_the_ranks():
@@ -186,20 +178,6 @@ def test_rounding_between_hosts_is_no_difference_and_hides_none(hosts, compressi
         assert job.on_all(rank_of) == [[10, 11]] * len(hosts)
 
 
-def test_updates_are_counted_anew_when_ranks_have_joined():
-    """A process that takes a lost rank's place has made none of the updates that the others have made."""
-    job = SimpleNamespace(view=0)
-    member, joiner = ComparedOptions(job), ComparedOptions(job)
-    for options in (member, joiner):
-        options.follow(lambda: [{"lr": 0.1}])
-    member.update()
-    member.updates += 3
-    assert differ(shares(member.update(), joiner.update()))
-    job.view = 1
-    assert not differ(shares(member.update(), joiner.update()))
-    assert member.updates == 0
-
-
 @pytest.mark.parametrize("compares_options", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_at_different_places_all_raise_in_their_next_backward(dtype, compares_options):
@@ -208,7 +186,7 @@ def test_ranks_at_different_places_all_raise_in_their_next_backward(dtype, compa
     def rank_of(rank, communicator):
         parameter = nn.Parameter(torch.ones(3, dtype=dtype))
         averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
-        place = averager._sets.options.place = ComparedPlace()
+        place = averager.checks.place = averager.checks.list[1] = Place()
         if compares_options:
             averager.compare_options(lambda: [{"lr": 0.1}])
         outcomes = []
@@ -240,7 +218,7 @@ def test_a_place_is_to_be_compared_until_a_pass_has_succeeded():
     def rank_of(rank, communicator):
         parameter = nn.Parameter(torch.ones(3))
         averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
-        own = averager._sets.options.place = ComparedPlace()
+        own = averager.checks.place = averager.checks.list[1] = Place()
         own.take({"epoch": 2**70})
         with averager.skip_step_on(MemoryError) as step:
             if rank == 1:
@@ -281,10 +259,3 @@ def test_ranks_that_train_different_parameters_of_equal_sizes_all_raise(names, d
     for outcomes in on_thread_ranks(3, rank_of):
         assert [step for step, text in enumerate(outcomes) if text] == [6]
         assert f"different parameters in this step (ranks 0, 2: {first}; rank 1: {second})" in outcomes[6]
-
-
-def test_an_error_names_the_first_of_many_parameters():
-    many = [f"layer {number}" for number in range(9)]
-    text = str(trained_error([["shared", *many], ["shared"]], [4, 7]))
-    assert "(rank 4: layer 0, layer 1, layer 2, layer 3 and 5 more; rank 7: none that others do not train)" in text
-    assert trained_error([many, many], [0, 1]) is None

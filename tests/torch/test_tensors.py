@@ -11,7 +11,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import GradientAverager
-from ring_plugins.torch.drift import parameter_checksums
+from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype, host_memory_of
 from ring_plugins.torch.tensors import (
     Target,

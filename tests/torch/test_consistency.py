@@ -1,10 +1,14 @@
-"""Checksums of parameters."""
+"""Checksums of parameters, what other optimizers update, and when weights are compared after ranks have changed."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from ring_plugins.torch.drift import _on_device, parameter_checksums
+from ring_plugins.core.base.errors import DriftError
+from ring_plugins.torch import consistency
+from ring_plugins.torch.consistency import OtherOptimizers, _on_device, parameter_checksums
 from tests.launch import run_ranks
 
 # Forward raises on rank 0 in its third batch, and its script goes on. It has one batch more than rank 1.
@@ -72,3 +76,56 @@ def test_layout_does_not_matter_and_odd_sizes_are_summed_up():
     _, (first, second) = parameter_checksums(both)
     assert first == second
     assert int(_on_device(torch.arange(5, dtype=torch.uint8))) == 10
+
+
+class Partitioned(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer: has all parameters, and an optimizer inside that has those of this rank."""
+
+    def __init__(self, parameters, own):
+        super().__init__(parameters, {})
+        self.inside = torch.optim.Adam(own)
+
+    def step(self, closure=None):
+        self.inside.step(closure)
+
+
+@pytest.mark.parametrize("own", [slice(0, 1), slice(2, 0, -1), slice(None)], ids=["first", "others", "all"])
+def test_an_optimizer_inside_another_is_not_compared_since_ranks_may_have_different_parts(own):
+    others, parameters = OtherOptimizers({}), [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for one in parameters:
+        one.grad = torch.ones(2)
+    alone = torch.nn.Parameter(torch.ones(1))
+    optimizer, second = Partitioned(parameters, parameters[own]), torch.optim.SGD([alone], 0.1)
+    optimizer.step()
+    second.step()
+    found = others.stepped()
+    assert [(id(one), kind) for one, kind in found] == [
+        *((id(one), "Partitioned") for one in parameters),
+        (id(alone), "SGD"),
+    ]
+    assert not others.stepped()
+
+
+def test_weights_are_compared_in_the_pass_after_a_change_and_behind_the_first_update(monkeypatch):
+    elastic, compared, told = SimpleNamespace(view=0, tell_changes=lambda: told.append(1)), [], []
+    monkeypatch.setattr(consistency, "current", lambda: SimpleNamespace(elastic=elastic))
+    monkeypatch.setattr(consistency, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
+    check, outcome = consistency.RecoveryCheck(None), ""
+    named = list(nn.Linear(1, 1).named_parameters())
+
+    def passes(number):
+        compared.clear()
+        for _ in range(number):
+            check.after_pass(named)
+        return list(compared)
+
+    assert passes(2) == []
+    elastic.view = 1
+    assert passes(4) == [1, 1]
+    elastic.view = 2
+    assert passes(1) == [2]
+    elastic.view = 3  # before the second comparison, which is put off
+    assert passes(4) == [3, 3] and told
+    elastic.view, outcome = 4, "they differ."
+    with pytest.raises(DriftError, match=r"they differ\. Continue from a checkpoint"):
+        passes(1)

@@ -8,8 +8,19 @@ import pytest
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.observe import drift
-from ring_plugins.observe.drift import FirstComparison, _unequal, checksum, chosen_interval, difference
+from ring_plugins.observe import consistency
+from ring_plugins.observe.consistency import (
+    Checks,
+    DriftCheck,
+    Place,
+    _unequal,
+    bits_of,
+    checksum,
+    chosen_interval,
+    differ,
+    trained_error,
+    what_differs,
+)
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.launch import run_ranks
 
@@ -148,10 +159,8 @@ def test_every_bit_counts():
 
 
 def test_the_minority_is_named_as_different():
-    text = difference(["a", "b", "c"], [[1, 2, 3], [1, 2, 4], [1, 9, 5], [1, 2, 3]], [0, 1, 2, 3], 300)
-    assert text.startswith(
-        "after 300 steps the weights of rank 2 differ from those of ranks 0, 1, 3: first in b, in 2 of 3"
-    )
+    text = what_differs(["a", "b", "c"], [[1, 2, 3], [1, 2, 4], [1, 9, 5], [1, 2, 3]], [0, 1, 2, 3])
+    assert text.startswith("the weights of rank 2 differ from those of ranks 0, 1, 3: first in b, in 2 of 3")
 
 
 def test_the_interval_is_the_argument_or_the_variable(monkeypatch):
@@ -191,11 +200,85 @@ def test_the_comparison_does_not_match_what_a_script_reduces(monkeypatch):
     assert on_mortal_ranks(monkeypatch, 2, run) == [True] * 2
 
 
-def test_a_loss_or_a_join_ends_the_wait_for_the_comparison_after_the_first_step(monkeypatch):
-    """Those that join cannot know whether the others have made it, so nobody makes it any more."""
-    made, waits = FirstComparison(), FirstComparison()
-    assert not made.is_over and not waits.is_over
-    made.end()
-    assert made.is_over and not waits.is_over
-    monkeypatch.setattr(drift, "membership_changes", lambda: 1)
-    assert waits.is_over and not FirstComparison().is_over
+class Alone:
+    """Stands for the communicator of a rank whose peers have the same."""
+
+    size, ranks = 2, (0, 1)
+
+    def all_reduce(self, memory, op):
+        """Keep the numbers."""
+
+
+def test_a_drift_check_compares_every_so_many_steps_and_counts_anew_when_ranks_change(monkeypatch):
+    compared, check = [], DriftCheck(3)
+
+    def steps(number):
+        compared.clear()
+        for step in range(number):
+            check.after_step(lambda step=step: compared.append(step) or (["a"], [1]), Alone())
+        return list(compared)
+
+    assert steps(7) == [2, 5]
+    monkeypatch.setattr(consistency, "membership_changes", lambda: 1)
+    assert steps(7) == [2, 5]
+    check.every = 0
+    assert steps(7) == []
+
+
+class Numbers:
+    """A check that notes when it is asked."""
+
+    def __init__(self, number):
+        self.number, self.is_asked = number, False
+
+    def say(self, communicator):
+        self.is_asked = True
+
+
+def test_only_the_checks_whose_numbers_differ_are_asked():
+    class Communicator:
+        ranks = (0, 1)
+
+        def all_gather_object(self, item, operation=""):
+            return [item, tuple(5 if number == 4 else number for number in item)]
+
+    checks, same, other = Checks(Place()), Numbers(3), Numbers(4)
+    checks.list += [same, other]
+    first = checks.numbers()
+    assert checks.numbers() is first
+    assert not differ(first.tolist()) and differ(((first + bits_of(7)) / 2).tolist())
+    checks.say(Communicator())
+    assert (same.is_asked, other.is_asked) == (False, True)
+    other.number = 6
+    assert checks.numbers().tolist() != first.tolist()
+
+
+def test_weights_are_due_after_one_two_four_and_more_passes():
+    checks, due = Checks(Place()), []
+    for passes in range(1, 4097):
+        checks.note_compared()
+        if checks.is_due:
+            due.append(passes)
+    assert due == [2**n for n in range(11)] + [2048, 3072, 4096]
+
+
+def test_updates_are_counted_anew_when_ranks_have_joined(monkeypatch):
+    """A process that takes a lost rank's place has made none of the updates that the others have made."""
+    member, joiner = Checks(Place()), Checks(Place())
+    member._may_change = joiner._may_change = True
+    member.updates.set(3)
+    member.passes = 3
+    shares = (member.numbers() + joiner.numbers()) / 2
+    assert differ(shares.tolist())
+    monkeypatch.setattr(consistency, "membership_changes", lambda: 1)
+    for checks in (member, joiner):
+        checks.follow_members()
+    assert member.numbers().tolist() == joiner.numbers().tolist()
+    assert (member.updates.count, member.passes) == (0, 0)
+
+
+def test_an_error_names_the_first_of_many_parameters():
+    many = [f"layer {number}" for number in range(9)]
+    text = str(trained_error([["shared", *many], ["shared"]], ["", ""], [4, 7]))
+    assert "(rank 4: layer 0, layer 1, layer 2, layer 3 and 5 more; rank 7: none that others do not train)" in text
+    assert trained_error([many, many], ["", ""], [0, 1]) is None

@@ -1,0 +1,413 @@
+"""What the passes of an averager compare about torch: weights, options of optimizers, and what others update.
+
+How the numbers travel, and when weights are read, stands in `ring_plugins.observe.consistency`; options are in
+`compared_options`.
+
+**Weights** are read when the optimizer has updated them, not in the pass: a script may disturb them for a forward, each
+rank in its own way, and restore them. If a pass tells that they differed, they are read again, and a script that has
+made them equal since goes on. Ranks that differ after the first step are warned of, since later ones may be right.
+
+**Other optimizers.** A script with two optimizers, as for a GAN, may wrap only one. The other steps with each rank's
+own gradients, so the ranks train different discriminators, and one generator against all of them. torch calls a global
+hook after each optimizer's step, which counts. With the weights, the ranks compare the parameters of all others that
+have stepped since the last time, and, once, all that `named_parameters` names beyond the averaged ones. Differences are
+reported, not the second optimizer: the script may well average its gradients in another way.
+
+**Where ranks may be lost**, the survivors average that step's gradients once more, without the rank that died
+(core/gradients/repetition). They have computed nothing else again, so their weights must be equal to the last bit, and
+so must be the averages with which they step. That is checked there and then, before the update: a job that went on with
+different weights would end with a useless model, and nobody would know. A process that joins also gets the optimizer's
+state, of which the weights tell nothing before it is used. So they are compared in the next pass, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ring_plugins.core.arrays.memory import host_memory
+from ring_plugins.core.base.errors import ArgumentError, DriftError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import current
+from ring_plugins.observe.consistency import (
+    SWITCH,
+    Checks,
+    Updates,
+    checksum,
+    differing_weights,
+    is_check_wanted,
+    what_differs,
+)
+from ring_plugins.torch.compared_options import Groups, Options, check_equal_options, fixed_options, other_options
+from ring_plugins.torch.device import is_capturing
+from ring_plugins.torch.ownership import Claim, is_claimed
+from ring_plugins.torch.tensor_memory import not_plain
+
+#: Passes after a change of the ranks in which weights are compared at once.
+_AFTER_CHANGE = 2
+
+#: Why weights may differ.
+_OTHER_STARTS = (
+    "Call ring_plugins.torch.broadcast_parameters(model) before the first step, if the ranks began with different "
+    "weights. If they began with equal ones, they have given parameters or averagers in different orders, or updated "
+    "weights inside the first backward, as a hook of a parameter may, before the average."
+)
+_NOT_AVERAGED = (
+    "since no averager has it: a norm over all parameters, as in clip_grad_norm_(model.parameters()), makes a "
+    "different factor of it on each rank. Clip what is averaged only, freeze the others (requires_grad_(False)), or "
+    "give them to an averaged optimizer."
+)
+_OWN_CHANGE = (
+    "A rank has changed its averages or weights in a way of its own: noise or clipping behind backward, a norm over "
+    "parameters that are not averaged, a condition that is true on some ranks only, an optimizer that draws random "
+    "numbers, processors or numbers of threads that are not alike, or a memory error. Continue from a checkpoint, or "
+    "broadcast the weights of a rank you trust."
+)
+
+Named = tuple[str, torch.Tensor]
+
+
+class TorchChecks(Checks):
+    """What the passes of one averager compare.
+
+    Args:
+        claim: to the parameters that the averager trains.
+
+    Attributes:
+        options, weights: two of the checks.
+    """
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__()
+        self.options = Options()
+        self.weights = Weights(claim, self.options, self.updates)
+        self._others: OtherOptimizers | None = None
+        self.list += [self.options, self.weights]
+        _steps()
+
+    def follow(self, groups: Groups, names: Mapping[nn.Parameter, str], communicator: Communicator[Any] | None) -> None:
+        """From now on compare the options of optimizers.
+
+        Args:
+            groups: returns their parameter groups.
+            names: of all parameters that the script has named.
+            communicator: of all ranks, which compare at once what schedulers do not change; None for none.
+
+        Raises:
+            MismatchError: those differ.
+        """
+        if communicator is not None:
+            check_equal_options(groups(), communicator)
+        self.options.groups, self.weights.names = groups, names
+
+    def follow_others(self) -> None:
+        """From now on compare what optimizers update that are not averaged."""
+        self._others = OtherOptimizers(self.weights.names)
+        self.list.append(self._others)
+
+    def numbers(self) -> Array:
+        """The control numbers of this rank: the same array while they are the same."""
+        self.follow_members()
+        self.options.look()
+        if self.is_due or not self.passes:
+            self.weights.look(self.passes)
+            if self._others is not None:
+                self._others.look(self.passes)
+        return super().numbers()
+
+    def set_due(self, is_due: bool) -> None:
+        """Note whether the next pass compares weights."""
+        super().set_due(is_due)
+        self.weights.number = None
+        if self._others is not None:
+            self._others.number = None
+        (_due.add if is_due else _due.discard)(self)
+
+
+# Weights --------------------------------------------------------------------------------------------
+
+
+def parameter_checksums(named: Iterable[Named]) -> tuple[list[str], list[int]]:
+    """Names and checksums of parameters that have memory of their own; on a GPU computed there and fetched together.
+
+    Args:
+        named: (name, parameter) pairs.
+    """
+    names: list[str] = []
+    sums: list[int | torch.Tensor] = []
+    for name, parameter in named:
+        if not_plain(parameter, name):  # quantized weights that are frozen, parts of a distributed one
+            continue
+        names.append(name)
+        memory = parameter.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        sums.append(checksum(host_memory(memory).array) if memory.device.type == "cpu" else _on_device(memory))
+    return names, [int(value) for value in sums]
+
+
+def _on_device(memory: torch.Tensor) -> torch.Tensor:
+    """The sum of 16-bit words, or of bytes if their number is odd; torch sums integers in 64 bits."""
+    even = memory.numel() % 2 == 0
+    return (memory.view(torch.int16) if even else memory).sum()
+
+
+class Weights:
+    """The weights that were ever trained by one averager, as far as optimizers have them, and the fixed options.
+
+    Args:
+        claim: to the parameters that were ever trained.
+        options, updates: of the optimizers.
+
+    Attributes:
+        number: see `Check`; None where no comparison is due.
+        named: (name, parameter) pairs of the whole model.
+        names: of all parameters that the script has named, to be mentioned if they have gradients and no averager.
+    """
+
+    def __init__(self, claim: Claim, options: Options, updates: Updates) -> None:
+        self.number: int | None = None
+        self.named: Sequence[Named] = ()
+        self.names: Mapping[nn.Parameter, str] = {}
+        self._claim, self._options, self._updates = claim, options, updates
+        self._start = self._passes = 0
+
+    def look(self, passes: int) -> None:
+        """Read the weights after so many passes, unless that was done behind the last update."""
+        if self.number is None and is_check_wanted():
+            self._passes, digest = passes, zlib.crc32(repr(self._checksums()[1]).encode())
+            if not passes:
+                self._start = digest  # told only if weights differ later
+            else:
+                self.number = zlib.crc32(repr(fixed_options(self._options.groups())).encode(), digest)
+
+    def _checksums(self) -> tuple[list[str], list[int]]:
+        return parameter_checksums(self._options.use((name, p) for name, p in self.named if self._claim.has(p)))
+
+    def say(self, communicator: Communicator[Any]) -> None:
+        """See `Check`."""
+        if self._passes > 1:
+            self.compare(f"after {self._updates.count or self._passes} steps", communicator)
+        elif found := self._difference(communicator):
+            causes = self._likely_causes(communicator)
+            if communicator.rank == 0:
+                logger.warning(f"after the first step {found}. {causes}")
+            return
+        check_equal_options(self._options.groups(), communicator)
+
+    def compare(self, when: str, communicator: Communicator[Any]) -> None:
+        """Compare the weights of all ranks as they are now. Collective.
+
+        Args:
+            when: begins the text, such as "after 8 steps".
+            communicator: of all ranks.
+
+        Raises:
+            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+        """
+        if is_check_wanted() and (found := self._difference(communicator)):
+            raise DriftError(f"{when} {found}. {self._likely_causes(communicator)}")
+
+    def _difference(self, communicator: Communicator[Any]) -> str:
+        """Which weights differ now, "" if none does. Collective."""
+        names, sums = self._checksums()
+        by_rank = communicator.all_gather_object(sums, "check of weights")
+        is_equal = all(of_rank == by_rank[0] for of_rank in by_rank)
+        return "" if is_equal else what_differs(names, by_rank, communicator.ranks)
+
+    def _likely_causes(self, communicator: Communicator[Any]) -> str:
+        """Why weights differ, as far as the ranks know, and what to do. Collective."""
+        if other := other_options(self._options.groups(), communicator):
+            return f"The optimizers differ: {other}. Set the same on all ranks."
+        own = [name for one, name in self.names.items() if one.grad is not None and not is_claimed(one)]
+        told = communicator.all_gather_object((self._start, own), "causes of differences")
+        starts, not_averaged = zip(*told, strict=True)
+        causes = []
+        if len(set(starts)) > 1:
+            causes.append(_OTHER_STARTS)
+        if own := next(filter(None, not_averaged), []):
+            more = f" and {len(own) - 1} more parameters" if len(own) > 1 else ""
+            causes.append(f"The gradient of {own[0]}{more} is each rank's own, {_NOT_AVERAGED}")
+        return f"{' '.join(causes or [_OWN_CHANGE])} {SWITCH}"
+
+
+# Other optimizers -----------------------------------------------------------------------------------
+
+#: Checks whose weights are to be read after the next update. Most steps find none.
+_due: weakref.WeakSet[TorchChecks] = weakref.WeakSet()
+
+
+class _Steps:
+    """Counts the steps of all optimizers of the process, and has weights read behind those where it is due."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """torch's hook."""
+        if torch.compiler.is_compiling():
+            return
+        with self._lock:
+            self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if _due and not is_capturing():
+            for checks in list(_due):
+                checks.weights.number = None  # of an update before
+                checks.weights.look(checks.passes)
+
+    def so_far(self) -> list[tuple[Optimizer, int]]:
+        """The optimizers that live, in the order of their first step, and how many they have made."""
+        with self._lock:
+            return list(self._counts.items())
+
+
+@functools.cache
+def _steps() -> _Steps:
+    """The process's counts; they begin with the first call."""
+    steps = _Steps()
+    register_optimizer_step_post_hook(steps.after_step)
+    return steps
+
+
+class OtherOptimizers:
+    """What optimizers update that are not averaged, beside a wrapped one. All ranks make it.
+
+    Args:
+        names: of all parameters that the script has named.
+
+    Attributes:
+        number: see `Check`; None where no comparison is due.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        self.number: int | None = None
+        self._names, self._is_told, self._passes = names, False, 0
+        self._compared: dict[nn.Parameter, str] = {}
+        self._kinds: list[str] = []
+        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(_steps().so_far())
+
+    def look(self, passes: int) -> None:
+        """Read what other optimizers have updated since the last time, after so many passes of the wrapped one's."""
+        self._passes = passes
+        if not passes:
+            self._is_told = False
+            self.stepped()  # ranks that have joined have not seen earlier steps
+        if self._is_told or passes < 2 or not is_check_wanted():
+            return
+        stepped = self.stepped()
+        self._kinds = list(dict.fromkeys(kind for _, kind in stepped))
+        self._compared = {p: name for p, name in self._names.items() if not is_claimed(p)} if passes == 2 else {}
+        for number, (one, kind) in enumerate(stepped):
+            self._compared.setdefault(one, self._names.get(one, f"parameter {number} of another optimizer ({kind})"))
+        self.number = zlib.crc32(repr(self._checksums()[1]).encode())
+
+    def _checksums(self) -> tuple[list[str], list[int]]:
+        return parameter_checksums((name, one) for one, name in self._compared.items())
+
+    def stepped(self) -> list[tuple[nn.Parameter, str]]:
+        """What no averager has and other optimizers have updated since the last call, with the optimizer's class."""
+        so_far = _steps().so_far()
+        active = [optimizer for optimizer, count in so_far if count != self._counted.get(optimizer)]
+        self._counted = weakref.WeakKeyDictionary(so_far)
+        return [
+            (one, type(optimizer).__name__)
+            for optimizer in _outermost(active)
+            for one in _parameters(optimizer)
+            # Other tensors are slices, or inputs that an attack looks for, which are each rank's own.
+            if isinstance(one, nn.Parameter) and not is_claimed(one)
+        ]
+
+    def say(self, communicator: Communicator[Any]) -> None:
+        """See `Check`. Warns once."""
+        found = differing_weights(self._checksums, f"after {self._passes} steps", communicator)
+        self._is_told = bool(found)
+        if found and communicator.rank == 0:
+            steps = f", and {' and '.join(self._kinds)} stepped on each rank's own" if self._kinds else ""
+            logger.warning(
+                f"{found} Their gradients are not averaged: no DistributedOptimizer has them{steps}. Wrap every "
+                "optimizer in ring_plugins.torch.DistributedOptimizer, and call broadcast_parameters(model) for the "
+                f"whole model. {SWITCH}"
+            )
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _outermost(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Those without optimizers inside others, such as those of a ZeroRedundancyOptimizer.
+
+    These have another part of the parameters on each rank, and update them for the other ranks, too. An optimizer is
+    inside another if that one has all of its parameters and finished its step later.
+    """
+    ids = [{id(one) for one in _parameters(optimizer)} for optimizer in optimizers]
+    return [
+        optimizer
+        for number, optimizer in enumerate(optimizers)
+        if not any(ids[number] <= others for others in ids[number + 1 :])
+    ]
+
+
+# Lost ranks -----------------------------------------------------------------------------------------
+
+
+class RecoveryCheck:
+    """Compares all ranks after some were lost or joined, for one averager.
+
+    Args:
+        communicator: the averager's.
+    """
+
+    def __init__(self, communicator: Communicator[Any]) -> None:
+        self._communicator = communicator
+        self._view, self._to_compare = current().elastic.view, 0
+
+    def begin_pass(self) -> bool:
+        """Refuse to average before this process has joined the others; returns whether it wants ranks to change.
+
+        Raises:
+            ArgumentError: it is to take the place of a lost rank, and has not joined.
+        """
+        job = current()
+        if job.is_joining:
+            raise ArgumentError(
+                "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
+                'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
+                "its commit() after each step."
+            )
+        return job.elastic.wants_change
+
+    def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """If ranks were lost or joined since the last call or the one before, compare weights and averages.
+
+        Collective then. The script is told of the change, too.
+
+        Args:
+            named: (name, parameter) pairs, equal on all ranks, at the end of a backward.
+
+        Raises:
+            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+        """
+        view = current().elastic.view
+        if view != self._view:
+            self._view, self._to_compare = view, _AFTER_CHANGE
+        if not self._to_compare:
+            return
+        self._to_compare -= 1
+        trained = [(name, p.grad) for name, p in named if p.requires_grad]
+        averages = [(f"the gradient of {name}", average) for name, average in trained if average is not None]
+        found = differing_weights(
+            lambda: parameter_checksums([*named, *averages]), "after ranks were lost or joined", self._communicator
+        )
+        if found:
+            raise DriftError(f"{found} Continue from a checkpoint.")
+        current().elastic.tell_changes()
