@@ -1,6 +1,6 @@
 """Who took part in the averages of a rank under test."""
 
-from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.reducer import Fill, GradientReducer
 
 
 def members_of_passes() -> list[tuple[int, ...]]:
@@ -11,8 +11,8 @@ def members_of_passes() -> list[tuple[int, ...]]:
     passes: list[tuple[int, ...]] = []
     finish = GradientReducer.finish
 
-    def logged(reducer: GradientReducer) -> None:
-        finish(reducer)
+    def logged(reducer: GradientReducer, fill: Fill) -> None:
+        finish(reducer, fill)
         passes.append(reducer._communicator.ranks)
 
     GradientReducer.finish = logged  # type: ignore[method-assign]
