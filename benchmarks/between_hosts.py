@@ -54,7 +54,7 @@ def over_mpi() -> Backend:
     communicator = HostCommunicator(
         "over MPI",
         world.topology.rank,
-        world.processes.nodes[world.topology.rank],
+        world.members.here.node,
         2 * world.topology.rank,
         world.communicator.all_gather_object,
         world.failure_detector,

@@ -9,14 +9,14 @@ from ring_plugins.core.world import current
 def wait_for_joiners(missing: set[int], seconds: float) -> None:
     """Wait until processes wait for these slots, on several hosts for those of the own one; not longer than that."""
     world, end = current(), time.monotonic() + seconds
-    here = world.processes.node_of_slot(world.shard[0])
-    missing = {slot for slot in missing if world.processes.node_of_slot(slot) == here}
+    elsewhere = {one.slot for one in world.members.of_slot if one.node != world.members.here.node}
+    missing = missing - elsewhere
     places = world.own_slot
     assert places is not None
 
     def waiting() -> list[int]:
-        here = [told["slot"] for *_, told in joiners_here(places)]
-        return here + [one["slot"] for one in places.remote_joiners()]
+        here = [one.slot for one in joiners_here(places)]
+        return here + [one.slot for one in places.remote_joiners()]
 
     while missing and not missing.issubset(waiting()) and time.monotonic() < end:
         time.sleep(0.005)

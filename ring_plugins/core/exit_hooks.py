@@ -35,10 +35,10 @@ from typing import Any, NoReturn, Protocol
 from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed, PeerLeft
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.threads import HelperThread, set_on_death
+from ring_plugins.core.base.topology import Topology
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
 from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.rendezvous import spawn
-from ring_plugins.core.rendezvous.topology import Topology
 
 #: Seconds that a rank waits before it aborts the job because of a peer, so that the rank that failed first ends it.
 _AFTER_PEER = 0.2

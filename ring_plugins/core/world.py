@@ -14,19 +14,22 @@ import hmac
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized, PeerFailed, SharedMemoryError
 from ring_plugins.core.base.log import logger, set_rank
-from ring_plugins.core.base.records import read_as, read_each
+from ring_plugins.core.base.member import Member, Members
+from ring_plugins.core.base.records import read_as, read_each, read_record
+from ring_plugins.core.base.topology import Topology, virtual_nodes
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
@@ -35,7 +38,6 @@ from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control import ControlClient, ControlServer
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.failure_detector import Peer as Place
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread
@@ -49,21 +51,49 @@ from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.malloc import keep_freed_memory
-from ring_plugins.core.linux.shared_memory import is_available
+from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.members.members import Elastic
 from ring_plugins.core.members.policy import FailurePolicy, check_policies, check_values, prepare_to_continue
-from ring_plugins.core.members.processes import Entry, Processes
-from ring_plugins.core.net.listener import UNIX, Listener, Peer
+from ring_plugins.core.net.listener import UNIX, Listener
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD, SlotOwner
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD
 from ring_plugins.core.rendezvous.spawn import status_of_child
-from ring_plugins.core.rendezvous.topology import Topology, virtual_nodes
 
 _NOTHING = contextlib.nullcontext()
+
+
+class _Introduction(NamedTuple):
+    """What a process tells of itself in the first exchange of the job. Travels as JSON.
+
+    Attributes:
+        member: this process.
+        server: address of the control server, with its secret, from rank 0; None from the others.
+        records: whether rank 0 writes a timeline of the whole job.
+        policy: its `FailurePolicy`.
+        port: one that it has reserved, for other libraries; 0 if there is none.
+    """
+
+    member: Member
+    server: dict[str, Any] | None
+    records: bool
+    policy: list[Any]
+    port: int
+
+    @classmethod
+    def read(cls, item: Sequence[Any]) -> _Introduction:
+        """One that has traveled.
+
+        Raises:
+            TypeError, ValueError: it is none.
+        """
+        member, *rest = item
+        found = read_record(cls, (Member.read(member), *rest))
+        read_as(bool, found.policy[0])
+        return found
 
 
 class World:
@@ -74,7 +104,7 @@ class World:
         recovers: whether the job goes on when ranks are lost.
         replaces: whether other processes take the places of those.
         is_joining: whether this process is to take such a place, and has not yet.
-        processes: who all ranks are, and where.
+        members: who all ranks are, and where.
         elastic: how they change while the job runs.
         has_left: whether this process has left the job before its end, as others had agreed.
         communicator: of all ranks, for the public functions.
@@ -122,18 +152,18 @@ class World:
     @property
     def topology(self) -> Topology:
         """Rank, host and counts of this process; new when ranks are lost."""
-        return self.processes.topology
+        return self.members.topology
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
         """Of all ranks that are left, those with which they started, in the order of ranks."""
-        return self.processes.ranks
+        return self.members.ranks
 
     @property
     def shard(self) -> tuple[int, int]:
         """Which of how many shards of the data is this rank's: that of its slot, if lost ranks are replaced."""
         if self.replaces:
-            return self.processes.slot, self.processes.shards
+            return self.members.here.slot, self.members.shards
         return self.topology.rank, self.topology.size
 
     @property
@@ -153,33 +183,44 @@ class World:
         server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
         #: A port of this host for other libraries, of which `export_place` tells.
         self._reserved = reserve_port() if size > 1 and not policy.recovers else None
-        entries = read_each(rendezvous.gather(self._entry(own, server)), Entry.read)
-        self._server: dict[str, Any] = entries[0].server or {}
+        if self.recovers and self.listener is None:
+            self.listener = Listener(UNIX)
+        introduction = _Introduction(
+            self._own_member(own, rank),
+            server.address if server else None,
+            config.TIMELINE.is_set(),
+            list(policy),
+            self._reserved.getsockname()[1] if self._reserved is not None else 0,
+        )
+        told = read_each(rendezvous.gather(introduction), _Introduction.read)
+        self._server: dict[str, Any] = told[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
-        domains, hosts = [entry.domain for entry in entries], [entry.host for entry in entries]
-        nodes = virtual_nodes(domains, config.VIRTUAL_NODES.get())
+        self._reserved_ports = [one.port for one in told]
+        nodes = virtual_nodes([one.member.domain for one in told], config.VIRTUAL_NODES.get())
         if len(set(nodes)) > 1 and rendezvous.transport is None:
             raise LaunchError(
                 "RING_VIRTUAL_NODES needs a launcher that connects hosts: start the job with mpirun or torchrun."
             )
-        cores = [entry.share_of_cores for entry in entries]
-        self.processes = Processes(rank, rank, dict(enumerate(entries)), nodes, hosts, cores)
-        if any(entry.policy[0] for entry in entries):
-            shares_memory = len(set(nodes)) == 1 and all(entry.liveness for entry in entries)
-            uses_sockets = self.transport is not None and all(entry.liveness for entry in entries)
-            policies = [entry.policy for entry in entries]
+        members = [one.member._replace(node=node) for one, node in zip(told, nodes, strict=True)]
+        self.members = Members(rank, members)
+        have_liveness = all(one.liveness for one in members)
+        if any(one.policy[0] for one in told):
+            shares_memory, uses_sockets = len(set(nodes)) == 1 and have_liveness, self.transport is not None
+            policies = [one.policy for one in told]
             has_slots = self.own_slot is not None and self.own_slot.has_supervisor
-            check_policies(policies, shares_memory or size == 1, uses_sockets, self.topology.summary, has_slots)
-        peers = self._watch_local_peers(own, entries) if any(entry.liveness for entry in entries) else None
+            summary = self.topology.summary
+            check_policies(policies, shares_memory or size == 1, uses_sockets and have_liveness, summary, has_slots)
+        peers = self._watch_local_peers(own) if any(one.liveness for one in members) else None
         self._local_peers = peers
         self._tags = itertools.count(rank, max(size, most))  # no two ranks ever offer the same
-        self.elastic = Elastic(self, self.processes, peers, policy, self.own_slot)
+        self.elastic = Elastic(self, self.members, peers, policy, self.own_slot)
         if size > 1:
-            self._monitor = self._make_monitor(server, entries)
+            self._monitor = self._make_monitor(server, told[0].records)
             # Before the last exchange, so that no rank's script goes on while another rank is not yet watched.
             self._monitor.start()
-        if self.recovers:
-            self.listener = self.listener or self._listen_here()
+        if self.recovers and self.listener is not None:
+            if self.transport is None:
+                self.listener.open(rank, members, self.derive_secret("connections").hex())
             self._begin_to_recover()
         self.communicator = self.new_communicator("ring", gather=rendezvous.gather)
         self._rank_marker = RankMarker(rank) if size > 1 else None
@@ -187,24 +228,24 @@ class World:
             self.elastic.preemption_notice.install()
         if self.own_slot is not None and (self.recovers or self.own_slot.has_supervisor):
             self._write_join_info()
-            self.own_slot.take_part(rank, own.address if own is not None else (0, 0, 0))
+            self.own_slot.take_part(self.members.here)
 
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
         rank, slot, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
         self._reserved = None
-        own = Liveness.create(rank)
-        entry = self._entry(own, None)
+        liveness = Liveness.create(rank)
         assert self.own_slot is not None
-        join_info = self.own_slot.read_join_info()
-        self.processes = Processes.from_join_info(rank, slot, entry, join_info, size)
-        if self.listener is None:
-            self.listener = Listener(str(join_info["address"]))
-            own_peer = Peer(entry.host, self.listener.address, self.listener.port)
-            self.listener.open(rank, {rank: own_peer}, str(join_info["secret"]), accepts_all=True)
-        self._local_peers = LocalPeers(own, [], entry.host if self.own_slot.has_supervisor else "")
+        join_info, listener = self.own_slot.read_join_info(), self.listener
+        if listener is None:
+            listener = self.listener = Listener(str(join_info["address"]))
+            listener.open(rank, [], str(join_info["secret"]), accepts_all=True)
+        own = self._own_member(liveness, slot)
+        listener.add(own)
+        self.members = Members.before_joining(own, join_info["slots"], size)
+        self._local_peers = LocalPeers(liveness, [], own.host if self.own_slot.has_supervisor else "")
         self._secret, self._tags = b"", itertools.count(rank, MOST_MEMBERS)
-        self.elastic = Elastic(self, self.processes, self._local_peers, self._policy, self.own_slot)
+        self.elastic = Elastic(self, self.members, self._local_peers, self._policy, self.own_slot)
         self.communicator = self.new_communicator("ring", gather=lambda item: [item])
         self._rank_marker = RankMarker(rank)
 
@@ -215,37 +256,38 @@ class World:
         for service in self.elastic.begin(self.listener, self.addresses(), joined):
             self._monitor.add(service)
 
-    def _listen_here(self) -> Listener:
-        """Let ranks of this host connect, which is the only one; collective."""
-        rank, entries = self.world_rank, self.processes.entries
-        listener = Listener(UNIX)
-        addresses = read_each(self._rendezvous.gather(listener.address), partial(read_as, str))
-        peers = {one: Peer(entries[one].host, address, 0) for one, address in enumerate(addresses)}
-        listener.open(rank, peers, self.derive_secret("connections").hex())
-        return listener
-
     def _write_join_info(self) -> None:
         """Say to new processes of this host how to be reached by the others, if processes may join there."""
         if self.own_slot is not None and self.replaces and self.listener is not None:
             address = self.transport.address if self.transport is not None else UNIX  # the same from all ranks
-            where = {"secret": self.listener.secret, "address": address}
-            self.own_slot.write_join_info({**where, **self.processes.join_info()})
+            slots = self.members.told_of_slots()
+            self.own_slot.write_join_info({"secret": self.listener.secret, "address": address, "slots": slots})
 
-    def _entry(self, own: Liveness | None, server: ControlServer | None) -> Entry:
-        addresses = own_addresses() if self._rendezvous.transport is not None else []
-        port = self._reserved.getsockname()[1] if self._reserved is not None else 0
-        return Entry.own(own, server.address if server else None, addresses, self._policy, port)
+    def _own_member(self, liveness: Liveness | None, slot: int) -> Member:
+        """This process; its node is not known yet."""
+        listener = self.listener
+        return Member(
+            self.world_rank,
+            slot,
+            socket.gethostname(),
+            os.getpid(),
+            shared_memory_domain(),
+            address=listener.address if listener is not None else "",
+            port=listener.port if listener is not None else 0,
+            liveness=liveness.address if liveness is not None else None,
+            addresses=tuple(own_addresses()) if self._rendezvous.transport is not None else (),
+            cores=thread_count.own_cores(),
+        )
 
     def export_place(self) -> None:
         """Tell other libraries in this process which rank it is (core/rendezvous/exported.py)."""
         if self._reserved is None:
             return
-        own, entries = self.topology, self.processes.entries
-        hosts = [(entries[rank].addresses if own.num_nodes > 1 else []) or ["127.0.0.1"] for rank in sorted(entries)]
-        hosts[0] = [*(self._rendezvous.addresses if own.num_nodes > 1 else ()), *hosts[0]]
-        ports = [entries[rank].port for rank in sorted(entries)]
+        own, known = self.topology, self.members.known
+        hosts = [(known[rank].addresses if own.num_nodes > 1 else ()) or ("127.0.0.1",) for rank in sorted(known)]
+        hosts[0] = (*(self._rendezvous.addresses if own.num_nodes > 1 else ()), *hosts[0])
         place = [own.rank, own.size, own.local_rank, own.local_size]
-        exported.export(place, [(addresses[0], port) for addresses, port in zip(hosts, ports, strict=True)])
+        exported.export(place, [(of[0], port) for of, port in zip(hosts, self._reserved_ports, strict=True)])
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
@@ -258,52 +300,42 @@ class World:
         if self.listener is not None:
             self.listener.close()
 
-    def _watch_local_peers(self, own: Liveness | None, members: Sequence[Entry]) -> LocalPeers | None:
+    def _watch_local_peers(self, own: Liveness | None) -> LocalPeers | None:
         """Map the liveness segments of this host's ranks; collective.
 
         Raises:
             SharedMemoryError: on all ranks, if one cannot.
             LaunchError: a rank has ended, which is why its segment could not be mapped.
         """
-        rank = self._rendezvous.rank
-        domain, host = members[rank].domain, members[rank].host
-        others, problem = [], ""
+        here = self.members.here
+        others, problem = list[Liveness](), ""
         try:
-            for other, member in enumerate(members):
-                if other != rank and member.domain == domain and member.liveness:
-                    pid, fd, nbytes = member.liveness
-                    others.append(Liveness.open((pid, fd, nbytes), other))
+            near = [one for one in self.members.known.values() if one is not here and one.domain == here.domain]
+            others += [Liveness.open(one.liveness, one.rank) for one in near if one.liveness]
         except SharedMemoryError as error:
-            problem = f"rank {rank} on {host} {error}"
+            problem = f"rank {here.rank} on {here.host} {error}"
         # No rank leaves before all have mapped its segment, and a rank that did leave is noticed here.
         problems = [text for text in read_each(self._rendezvous.gather(problem), partial(read_as, str)) if text]
         if problems:
             raise SharedMemoryError(problem or problems[0])
-        if own is None:
-            return None
-        where = host if any(member.domain != domain for member in members) else ""
-        return LocalPeers(own, others, where)
-
-    def _make_monitor(self, server: ControlServer | None, members: Sequence[Entry]) -> MonitorThread:
-        """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        domains = [member.domain for member in members]
-        if server is not None and len(set(domains)) == 1:
-            server.only_this_host()
-        address = members[0].server
-        assert address is not None
-        self.channel = server or ControlClient(rank, size, address, domains[0] == domains[rank])
-        membership = [Place(member.host, member.pid, member.domain) for member in members]
-        self.failure_detector = FailureDetector(rank, membership, self._local_peers, self.channel)
-        self.observers = Observers(
-            self.channel, self.failure_detector, self.activities, self.has_communicated, members[0].records
+        return (
+            None if own is None else LocalPeers(own, others, here.host if self.members.are_on_several_hosts() else "")
         )
+
+    def _make_monitor(self, server: ControlServer | None, records: bool) -> MonitorThread:
+        """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
+        members = self.members
+        if server is not None and not members.are_on_several_hosts():
+            server.only_this_host()
+        self.channel = server or ControlClient(self.world_rank, self._rendezvous.size, self._server, members.is_near(0))
+        self.failure_detector = FailureDetector(members, self._local_peers, self.channel)
+        self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated, records)
         launched = (
             self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_slot is not None
         )
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort, self.status_after)
         monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
-        monitor.add(TcpLiveness(self.failure_detector, [member.addresses for member in members]), vital=True)
+        monitor.add(TcpLiveness(self.failure_detector), vital=True)
         for service in self.observers.services:
             monitor.add(service)
         return monitor
@@ -346,7 +378,7 @@ class World:
                 communicator = made = HostCommunicator(
                     name,
                     self.world_rank,
-                    self.processes.nodes[self.world_rank],
+                    self.members.here.node,
                     2 * next(self._tags),
                     gather or self.communicator.all_gather_object,
                     self.failure_detector,
@@ -438,22 +470,20 @@ class World:
 
     def introduction(self) -> dict[str, Any]:
         """What this process tells when it joins, or when others join: JSON can hold it."""
-        entry = {"member": list(self.processes.entries[self.world_rank])}
         if self.is_joining:
-            return entry
+            return {}
         return {
-            **entry, "view": self.elastic.view, "made": self._made, "server": self._server,
-            "secret": self._secret.decode(), "shards": self.processes.shards, "pending": sorted(self.elastic.pending),
-            "places": self.processes.places(),
+            "view": self.members.view, "made": self._made, "server": self._server,
+            "secret": self._secret.decode(), "shards": self.members.shards, "pending": sorted(self.elastic.pending),
+            "slots": self.members.told_of_slots(),
         }  # fmt: skip
 
     def extend(
         self,
-        everyone: Sequence[SlotOwner],
+        everyone: Sequence[Member],
         told: Mapping[int, Mapping[str, Any]],
         others: Sequence[Liveness],
         renew: Callable[[FailureDetector], None],
-        nodes: Mapping[int, str],
         mesh: Mesh | None = None,
     ) -> None:
         """Go on with further members, as all have agreed; nothing of this fails.
@@ -463,18 +493,15 @@ class World:
             told: the `introduction` of each by world rank.
             others: liveness of those others that share memory with this process.
             renew: lets all communicators go on with everyone.
-            nodes: by world rank, the keys of hosts.
             mesh: in a process that joins, its connections.
         """
         of_members = next(introduction for introduction in told.values() if "view" in introduction)
-        is_new, joined = self.is_joining, [rank for _, rank, _ in everyone if "view" not in told[rank]]
+        is_new, joined = self.is_joining, [one.rank for one in everyone if "view" not in told[one.rank]]
         if is_new:
-            self.processes.take_places(of_members["places"])
-        self.processes.add(everyone, {rank: Entry(*one["member"]) for rank, one in told.items()}, nodes)
-        if is_new:
+            self.members.learn_of_slots(of_members["slots"])
             self._become_member(of_members, others, mesh)
-        self.processes.divide_among(max(of_members["shards"], 1 + everyone[-1].slot))
-        self.elastic.extend(everyone, joined, others, renew)
+        self.members.divide_among(max(of_members["shards"], 1 + everyone[-1].slot))
+        self.elastic.extend(joined, others, renew)
         self._write_join_info()
         if is_new:
             assert self._monitor is not None
@@ -488,20 +515,17 @@ class World:
             told: the `introduction` of a member.
             others, mesh: as in `extend`.
         """
-        peers, entries = self.local_peers, self.processes.entries
+        peers = self.local_peers
         peers.add(others)
         self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
         self.elastic.pending = frozenset(told["pending"])  # who may join later, as all members have agreed
-        own = entries[self.world_rank]
         self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
-        here = [Place(own.host, own.pid, own.domain)] * (self.world_rank + 1)
-        self.failure_detector = FailureDetector(self.world_rank, here, peers, self.channel)
+        self.failure_detector = FailureDetector(self.members, peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort, self.status_after)
         self._monitor.add(self.observers.stalls)
         self._begin_to_recover(mesh)
-        addresses = [entries[rank].addresses if rank in entries else [] for rank in range(max(entries) + 1)]
-        self._monitor.add(TcpLiveness(self.failure_detector, addresses), vital=True)
+        self._monitor.add(TcpLiveness(self.failure_detector), vital=True)
         self.is_joining = False
 
     def exit_from_job(self, status: int) -> NoReturn:
@@ -544,7 +568,7 @@ class World:
         """At which ranks of other hosts reach this one, the likeliest first; empty if all are on this host."""
         if self.transport is not None:  # on the network that was chosen for the job's data
             return [self.transport.address]
-        return self.processes.entries[self.world_rank].addresses
+        return list(self.members.here.addresses)
 
     def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
         """A communicator of all ranks for the public functions; the first call, which all ranks make, creates it."""
@@ -579,7 +603,7 @@ class World:
         Args:
             threads: how many threads this rank computes with.
         """
-        return self.topology.num_nodes > 1 or thread_count.share(self.processes.slot, self.processes.cores) > threads
+        return self.topology.num_nodes > 1 or thread_count.share(*self.members.cores) > threads
 
     @property
     def summary(self) -> str:
@@ -736,7 +760,7 @@ def init(
         _warn_of_misspelled_variables()
         for text in policy.idle_variables():
             logger.warning(text)
-    thread_count.share_among(_world.topology.rank, _world.processes.cores)
+    thread_count.share_among(*_world.members.cores)
     if rendezvous.size > 1 and config.KEEP_MEMORY.get():
         keep_freed_memory()
     for function in _on_joined:

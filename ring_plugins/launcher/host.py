@@ -24,6 +24,7 @@ from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.members.join_descriptors import joiners_here
@@ -271,17 +272,17 @@ class Supervisor:
                 self._told_members = told
                 self._link.send("members", told)
 
-    def _joiners(self) -> list[dict[str, Any]]:
+    def _joiners(self) -> list[Member]:
         """Who waits to join. On a host without members, nobody else ends one that is stopped."""
         joiners = []
-        for one, address, told in joiners_here(self._rows):
+        for one in joiners_here(self._rows):
             if state(one.pid) not in STOPPED:
                 self._stopped.pop(one.pid, None)
-                joiners.append({"rank": one.rank, "liveness": list(address), **told})
+                joiners.append(one)
             elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
-                _tell_user(f"process {one.pid}, which was to join as rank {told['slot']}, was stopped. It was killed.")
+                _tell_user(f"process {one.pid}, which was to join as rank {one.slot}, was stopped. It was killed.")
         return joiners
 
 

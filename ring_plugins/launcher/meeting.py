@@ -95,8 +95,8 @@ class AtAnAddress:
         """Take what the coordinator says about rank 0, and, on a host that was added, about the members of the job."""
         self._start = start
         if self._job.is_added:
-            join_info = {**start["join info"], "address": address_towards(start["join info"]["address"])}
-            self.join_info.write({**join_info, "here": len(join_info["hosts"])})
+            join_info = start["join info"]
+            self.join_info.write({**join_info, "address": address_towards(join_info["address"])})
             self.slots.others_let_join = True
 
     def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:

@@ -241,7 +241,7 @@ class MeetingPoint:
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         val_loop = fit_loop.epoch_loop.val_loop
         # That of the first epoch may be another one, and the job may have grown since this process made it.
-        if trainer.reload_dataloaders_every_n_epochs or len(current().processes.past_shards) > 1:
+        if trainer.reload_dataloaders_every_n_epochs or len(current().members.past_shards) > 1:
             for loader in fit_loop._combined_loader.flattened:
                 divide_anew(loader)
             fit_loop._combined_loader = None

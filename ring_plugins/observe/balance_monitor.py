@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.observe.step_breakdown import StepBreakdown, report_interval
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current, is_initialized
@@ -87,7 +86,7 @@ class BalanceMonitor:
         breakdown = total - self._began
         observers = current().observers
         if self._summary and breakdown.steps and observers is not None:
-            _print(breakdown, observers.membership)
+            _print(breakdown, observers.members)
         return breakdown
 
     @staticmethod
@@ -120,13 +119,13 @@ class BalanceMonitor:
         return observers.all_steps.total if observers is not None and observers.all_steps is not None else None
 
 
-def _print(breakdown: StepBreakdown, membership: Sequence[Peer]) -> None:
+def _print(breakdown: StepBreakdown, members: Members) -> None:
     from rich.console import Console
 
-    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(page(breakdown, membership))
+    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(page(breakdown, members))
 
 
-def page(breakdown: StepBreakdown, membership: Sequence[Peer]) -> Group:
+def page(breakdown: StepBreakdown, members: Members) -> Group:
     """The page that `BalanceMonitor.finish` prints, for a rich console."""
     from rich.console import Group
     from rich.table import Table
@@ -143,12 +142,12 @@ def page(breakdown: StepBreakdown, membership: Sequence[Peer]) -> Group:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name in ("computing", "waiting", "moving", "slowest in"):
         table.add_column(name, justify="right")
-    order = sorted(range(len(membership)), key=lambda rank: breakdown.seconds[rank, 1])
+    order = sorted(members.known, key=lambda rank: breakdown.seconds[rank, 1])
     shown = sorted(order) if len(order) <= _SHOWN else order[:_SHOWN]
     for rank in shown:
         times = [f"{seconds * 1e3 / breakdown.steps:.2f}" for seconds in breakdown.seconds[rank]]
         share = f"{breakdown.slowest[rank] / breakdown.steps:.0%}"
-        table.add_row(str(rank), membership[rank].host, *times, share)
+        table.add_row(str(rank), members.known[rank].host, *times, share)
     if len(order) > len(shown):
         rest = breakdown.seconds[order[_SHOWN:]].mean(axis=0) * 1e3 / breakdown.steps
         table.add_row(f"{len(order) - _SHOWN} more", "", *(f"{value:.2f}" for value in rest), "")

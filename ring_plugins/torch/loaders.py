@@ -24,7 +24,7 @@ def divide_anew(loader: Any) -> None:
     for sampler in samplers:
         if not isinstance(sampler, DistributedSampler) or sampler.rank != shard or sampler.num_replicas == shards:
             continue
-        if sampler.num_replicas in world.processes.past_shards:
+        if sampler.num_replicas in world.members.past_shards:
             fresh: DistributedSampler[Any] = DistributedSampler(
                 sampler.dataset, shards, shard, sampler.shuffle, sampler.seed, sampler.drop_last
             )

@@ -90,7 +90,7 @@ class TrainingState:
         self._is_in_epoch, self._data = False, None
         self._trained_on: Any = None
         #: Whether there is such data, and the number of shards in the last epoch; a joiner gets the others'.
-        self._commits_within, self._shards = False, current().processes.shards
+        self._commits_within, self._shards = False, current().members.shards
         self._operations_at_join = -1
         #: Calls of `commit` since a process has last joined.
         self._commits = 0
@@ -123,8 +123,8 @@ class TrainingState:
             self._let_join(added=True)
         divide_anew(loader)
         length = len(loader) if isinstance(loader, Sized) else None
-        if self._shards != current().processes.shards:
-            self._shards = current().processes.shards
+        if self._shards != current().members.shards:
+            self._shards = current().members.shards
             self._compare_lengths(length)
         skipped = 0
         if self._resumes:

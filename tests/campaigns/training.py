@@ -158,7 +158,7 @@ class Mortal:
 
 def taken() -> list[int]:
     """The slots of the members; without replacements, the numbers with which they started."""
-    return [current().processes.slots[rank] for rank in current().world_ranks]
+    return [current().members.known[rank].slot for rank in current().world_ranks]
 
 
 def train(plan: Plan, process: int) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Loop:
         if plan.replaces:
             self.state = TrainingState(model=self.model, optimizer=self._optimizer, step=0, history=[])
         mortal.has_joined()
-        self._first, self._slots = self.state.step if is_new else 0, dict(current().processes.slots)
+        self._first = self.state.step if is_new else 0
 
     def step(self) -> None:
         """A step, and what may follow it."""
@@ -264,11 +264,10 @@ class Loop:
             mortal.at("reduction")
             loss.backward()  # type: ignore[union-attr]
             mortal.over()
-            self._slots |= current().processes.slots
             self._optimizer.step()
         mortal.over()
         assert len(self._log) == (not outcome.skipped)
-        return None if outcome.skipped else [self._slots[rank] for rank in self._log[0]]
+        return None if outcome.skipped else [current().members.known[rank].slot for rank in self._log[0]]
 
 
 def averages_log(optimizer: DistributedOptimizer) -> list[tuple[int, ...]]:

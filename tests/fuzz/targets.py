@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import RingError, SharedMemoryError
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control import server as control_server
@@ -29,7 +30,7 @@ from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import Candidate, NotAdmitted
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.gpu import nccl
@@ -307,9 +308,9 @@ class ControlMessages(JsonTarget):
 
     def __init__(self) -> None:
         super().__init__()
-        members = [Member(f"host{rank}", 100_000_000 + rank, f"domain{rank}") for rank in range(4)]
+        members = Members(0, [Member(r, r, f"host{r}", 100_000_000 + r, f"domain{r}") for r in range(4)])
         self._server = control_server.ControlServer(4)
-        detector = FailureDetector(0, members, None, self._server)
+        detector = FailureDetector(members, None, self._server)
         self._services: list[Any] = [
             StallWatch(self._server, detector, list),
             StallAggregator(self._server, members, 0.001, 0.0, lambda text: None),
@@ -431,8 +432,8 @@ class SlotRows(Target):
     def valid(self) -> list[bytes]:
         rows = np.zeros(slots.Slots.nbytes(3), np.uint8)
         places, self._segment = slots.Slots(rows), Segment.create(8)
-        places.take(slots.SlotOwner(0, 0, self._segment.address), as_member=True)
-        places.take(slots.SlotOwner(1, 7, self._segment.address), as_member=False)
+        places.take(Member(0, 0, liveness=self._segment.address), as_member=True)
+        places.take(Member(7, 1, liveness=self._segment.address), as_member=False)
         places.leave(2)
         return [rows[: 3 * 64].tobytes()]
 
@@ -443,10 +444,10 @@ class SlotRows(Target):
         places = slots.Slots(rows)
         assert places.has_waiting() >= bool(places.waiting())
         for one in [*places.members(), *places.waiting()]:
-            assert 0 <= one.slot < 3 and 0 <= one.world_rank < MOST_MEMBERS
-            one.is_there()
+            assert 0 <= one.slot < 3 and 0 <= one.rank < MOST_MEMBERS
+            slots.is_there(one)
             with contextlib.suppress(SharedMemoryError):
-                Liveness.open(one.address, one.world_rank)
+                Liveness.open(one.liveness, one.rank)
 
 
 class Admissions(JsonTarget):
@@ -454,7 +455,7 @@ class Admissions(JsonTarget):
 
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
-        everyone = [slots.SlotOwner(slot, rank, (os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
+        everyone = [Member(rank, slot, liveness=(os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
         self._call = joining.Invitation(everyone, [3])
         super().__init__()
 
@@ -462,7 +463,7 @@ class Admissions(JsonTarget):
         pages, buffer = (segment.address for segment in self._segments)
         offer = {"name": "ring", "key": 2, "operations": 7, "pages": pages, "buffers": [buffer],
                  "layout": ["same", "same"]}  # fmt: skip
-        entry = {"member": ["x", "host1", 1], "place": "here", "descriptors": {"0": offer}}
+        entry = {"place": "here", "descriptors": {"0": offer}}
         return [json.dumps(one).encode() for one in [{**entry, "view": 1}, entry]]
 
     def run(self, data: bytes, rng: random.Random) -> None:
@@ -624,9 +625,9 @@ class MeshMessagesOfAllKinds(JsonTarget):
     """Messages of other ranks as the mesh's thread takes them: each counts, or ends its sender's connection."""
 
     def __init__(self) -> None:
-        self._peers = {
-            rank: MeshPeer(f"host{rank}", 100 + rank, f"host{rank}", "127.0.0.1", 1, rank) for rank in range(4)
-        }
+        self._peers = [
+            Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", "", "127.0.0.1", 1) for rank in range(4)
+        ]
         self._unused: Any = SimpleNamespace(on=lambda *of: None, tell=lambda *of: None)
         super().__init__()
 
@@ -649,9 +650,9 @@ class MeshMessagesOfAllKinds(JsonTarget):
 
     def run(self, data: bytes, rng: random.Random) -> None:
         rank, sender = rng.sample(range(4), 2)
-        mesh = Mesh(rank, self._peers, self._unused, None, 2)
-        members = [Member(peer.host, peer.pid, peer.domain) for peer in self._peers.values()]
-        detector = FailureDetector(rank, members, None, self._unused)
+        members = Members(rank, self._peers)
+        mesh = Mesh(members, self._unused, None, 2)
+        detector = FailureDetector(members, None, self._unused)
         detector.go_on_over(mesh)
         ends = {other: socket.socketpair() for other in range(4) if other != rank}
         for other, (ours, theirs) in ends.items():

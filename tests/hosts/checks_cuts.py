@@ -89,7 +89,7 @@ def main() -> None:
                 report("answer", request_ranks(ADDED[1], None, ADDED[2]), slot)
             begin([point for step, point in mine if step == training.step and not is_new])
             if PENDING:
-                missing = set(range(ranks)).difference(world.processes.taken_slots)
+                missing = set(range(ranks)).difference(world.members.taken_slots)
                 wait_for_joiners(missing, PENDING)
             training.take_step(slot)
             time.sleep(0.1 if MOST else 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_plugins.core.rendezvous.slots import SlotOwner
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.meeting import AtAnAddress, InMemory
@@ -43,7 +43,7 @@ def test_a_rank_of_several_hosts_is_awaited_once_another_waits_or_if_it_was_kill
     slots.note(0, 4)  # it waits in `init`
     assert at_an_address.is_awaited(1, was_killed=False) == "reached"
     assert at_an_address.is_awaited(0, was_killed=False) == "completed"
-    slots.take(SlotOwner(1, 3, (1, 2, 3)), as_member=True)
+    slots.take(Member(3, 1, liveness=(1, 2, 3)), as_member=True)
     assert at_an_address.is_awaited(1, was_killed=True) == ""
 
 

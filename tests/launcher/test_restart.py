@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, SlotOwner, Slots
+from ring_plugins.core.base.member import Member
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, Slots
 from ring_plugins.launcher import restart
 from ring_plugins.launcher.processes import Processes
 from ring_plugins.launcher.restart import SlotProcesses
@@ -56,7 +57,7 @@ class Job:
         return process
 
     def join(self, slot, world_rank):
-        self.rows.take(SlotOwner(slot, world_rank, (1, 2, 3)), as_member=True)
+        self.rows.take(Member(world_rank, slot, liveness=(1, 2, 3)), as_member=True)
 
     def process(self, slot):
         return self.slots._slots[slot].process
@@ -139,7 +140,7 @@ def test_one_that_has_waited_to_join_and_ends_with_status_0_has_found_that_the_j
     job.begin(RUNS, KILLED)
     job.next = "sys.exit(0)"
     job.tick()
-    job.rows.take(SlotOwner(1, 4, (1, 2, 3)), as_member=False)
+    job.rows.take(Member(4, 1, liveness=(1, 2, 3)), as_member=False)
     job.tick()
     assert job.started == [(1, 4)]
 

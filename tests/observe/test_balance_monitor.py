@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.observe.step_breakdown import StepBreakdown
 from ring_plugins.observe.balance_monitor import BalanceMonitor, page
 from tests.launch import run_ranks
@@ -66,7 +66,9 @@ def test_the_page_of_a_thousand_ranks_fits_a_screen():
     slowest = np.zeros(ranks, np.int64)
     slowest[77] = 100
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(page(StepBreakdown(100, seconds, slowest, 1e6), [Peer(f"h{r}", r, "") for r in range(ranks)]))
+    console.print(
+        page(StepBreakdown(100, seconds, slowest, 1e6), Members(0, [Member(r, r, f"h{r}", r) for r in range(ranks)]))
+    )
     text = console.export_text()
     assert "h77" in text
     assert "988 more" in text

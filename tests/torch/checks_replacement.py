@@ -40,7 +40,7 @@ EPOCHS, BATCHES = int(os.environ.get("TEST_EPOCHS", "2")), 6
 
 def slots_taken(ranks: Sequence[int] | None = None) -> list[int]:
     """The slots of all members now, or of those with these world ranks."""
-    return [current().processes.slots[rank] for rank in (current().world_ranks if ranks is None else ranks)]
+    return [current().members.known[rank].slot for rank in (current().world_ranks if ranks is None else ranks)]
 
 
 def gradient(step: int, slot: int) -> float:
@@ -92,7 +92,7 @@ def ask(number: int, job: int | None, host: str | None = None) -> str:
 def remote_joiners() -> list[int]:
     """Slots for which processes wait on hosts without ranks."""
     own = current().own_slot
-    return [one["slot"] for one in own.remote_joiners()] if own is not None else []
+    return [one.slot for one in own.remote_joiners()] if own is not None else []
 
 
 def slots_here(ranks: int, number: int) -> set[int]:
@@ -218,7 +218,7 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         for (sample,) in state.batches(loader):
             batch = state.step - ([0, *state.ends][-1])
-            assert int(sample) == (batch * current().processes.shards + slot) % len(data)
+            assert int(sample) == (batch * current().members.shards + slot) % len(data)
             begin_step(state.step, mine, ranks, slot)
             optimizer.zero_grad()
             (gradient(state.step, slot) * sum(parameter.sum() for parameter in model)).backward()

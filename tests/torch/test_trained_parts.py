@@ -113,7 +113,7 @@ SCRIPT = """
                     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
             if (state.epoch, batch, number) in ((1, 2, 1), (3, 1, 0)):
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_for_joiners({0, 1, 2} - set(current().processes.slots[one] for one in current().world_ranks), 60)
+            wait_for_joiners({0, 1, 2} - set(current().members.known[one].slot for one in current().world_ranks), 60)
             optimizer.zero_grad()
             model(torch.arange(12.0).reshape(3, 4) * (batch + slot + 1)).square().mean().backward()
             optimizer.step()

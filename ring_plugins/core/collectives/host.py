@@ -27,20 +27,21 @@ from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
-from ring_plugins.core.base.records import read_each
+from ring_plugins.core.base.member import Member
+from ring_plugins.core.base.records import read_address, read_as, read_each
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import Activity, BufferOwner, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
 from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
-from ring_plugins.core.collectives.host_groups import VIEW_SHIFT, HostGroups, Member
+from ring_plugins.core.collectives.host_groups import VIEW_SHIFT, HostGroups
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.linux.shared_memory import Segment, SharedBuffer, is_available
+from ring_plugins.core.linux.shared_memory import Address, Segment, SharedBuffer, is_available
 from ring_plugins.core.net.transport import Transport
 
 T = TypeVar("T")
@@ -53,6 +54,13 @@ _ON_GPU = 1 << 40
 
 #: What pickle raises for an object. Anything else, such as a time limit of the script, interrupts it.
 _NOT_PICKLABLE = (pickle.PickleError, TypeError, AttributeError, NotImplementedError, RecursionError)
+
+
+def _read_offer(item: Sequence[Any]) -> tuple[Member, Address | None, int]:
+    """A member, the address of its memory for a new communicator, and the tag that it offers, as JSON has them."""
+    rank, node, address, tag = item
+    member = Member(read_as(int, rank), node=read_as(str, node))
+    return member, None if address is None else read_address(address), read_as(int, tag)
 
 
 class HostCommunicator:
@@ -91,13 +99,12 @@ class HostCommunicator:
         recovery: JobRecovery | None = None,
     ) -> None:
         segment = create_segment() if is_available() else None
-        own = Member(rank, node, segment.address if segment else None, tag)
-        members = read_each(gather(tuple(own)), Member.read)
+        offers = read_each(gather((rank, node, segment.address if segment else None, tag)), _read_offer)
+        members, key = [member for member, _, _ in offers], offers[0][2]
         self.name, self.recovers = name, recovery is not None
         self._recovery = Recovery(recovery, name) if recovery is not None else None
-        key = members[0].tag
         wait = Wait(name, failure_detector, key) if executor is None else executor.wait
-        self.groups = HostGroups(name, rank, members, wait, failure_detector, transport, recovery)
+        self.groups = HostGroups(name, rank, members, key, wait, failure_detector, transport, recovery)
         if executor is not None:
             executor.connect(key, failure_detector, self.groups)
         self._wait = wait
@@ -109,7 +116,7 @@ class HostCommunicator:
         self._follow(failure_detector)
         self.statistics = self._executor.statistics
         try:
-            self.groups.connect(segment)
+            self.groups.connect(segment, {member.rank: address for member, address, _ in offers})
         except BaseException as error:  # the others may have connected already
             self._executor.interrupt("its construction", error)
             raise
@@ -136,6 +143,7 @@ class HostCommunicator:
     def renew(
         self,
         members: Sequence[Member],
+        key: int,
         segments: Sequence[Segment],
         parts: Sequence[Sequence[Segment]] | None,
         operations: int,
@@ -146,7 +154,7 @@ class HostCommunicator:
         Args:
             operations: how many they have finished.
         """
-        self.groups.renew(members, segments, parts, failure_detector)
+        self.groups.renew(members, key, segments, parts, failure_detector)
         self._wait.renew(self.name, self.groups.key, failure_detector)
         self.statistics.operations = operations
         self._follow(failure_detector)

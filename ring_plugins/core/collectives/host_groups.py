@@ -19,11 +19,11 @@ other shared buffers, though, where members have frozen or unfrozen parameters s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.base.records import read_address, read_record
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.collectives.api import REMEDY, BufferOwner, ByteCollectives, Reducer
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
 from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
@@ -40,28 +40,6 @@ from ring_plugins.core.net.transport import Transport
 VIEW_SHIFT = 40
 
 
-class Member(NamedTuple):
-    """A process's entry in the bootstrap of a communicator.
-
-    Attributes:
-        rank: world rank.
-        node: key of the (possibly virtual) host; equal for ranks that share memory.
-        address: of its shared-memory segment, or None where memory cannot be shared.
-        tag: for messages, used by no other communicator.
-    """
-
-    rank: int
-    node: str
-    address: Address | None
-    tag: int
-
-    @classmethod
-    def read(cls, item: Sequence[Any]) -> Member:
-        """Read a member from JSON, which has turned tuples into lists."""
-        rank, node, address, tag = item
-        return read_record(cls, (rank, node, None if address is None else read_address(address), tag))
-
-
 class HostGroups:
     """The members of one communicator; also how its executor reaches them (`executor.Members`).
 
@@ -69,13 +47,14 @@ class HostGroups:
         name: of the communicator, for error texts.
         own: world rank of this process.
         members: all of them, in rank order.
+        key: as the attribute.
         wait: for other members.
         failure_detector: watches the other ranks.
         transport: between hosts; None if all members are on one.
         recovery: how the job goes on when members are lost; None if it does not.
 
     Attributes:
-        key: tells the communicator from others; equal on all members.
+        key: tells the communicator and its messages from others; equal on all members.
         ranks: the members' world ranks.
         rank: which of them this process is.
         is_on_one_host: whether all share memory.
@@ -92,6 +71,7 @@ class HostGroups:
         name: str,
         own: int,
         members: Sequence[Member],
+        key: int,
         wait: Wait,
         failure_detector: FailureDetector | None,
         transport: Transport | None,
@@ -99,7 +79,7 @@ class HostGroups:
     ) -> None:
         self._name, self._own, self._wait = name, own, wait
         self._failure_detector, self._transport, self._recovery = failure_detector, transport, recovery
-        self.key = members[0].tag
+        self.key = key
         self.node: SharedMemoryGroup | None = None
         self._networks: list[NetworkGroup] = []
         self._owner: weakref.ref[BufferOwner] | None = None
@@ -115,11 +95,12 @@ class HostGroups:
         self._here = self._nodes[members[self.rank].node]
         self.is_on_one_host = len(self._nodes) == 1
 
-    def connect(self, segment: Segment | None) -> None:
+    def connect(self, segment: Segment | None, addresses: Mapping[int, Address | None]) -> None:
         """Make the groups; collective.
 
         Args:
-            segment: this process's own; the others know its address.
+            segment: this process's own.
+            addresses: of all members' segments, by world rank.
 
         Raises:
             RingError: the members do not share memory, and there is no transport.
@@ -127,9 +108,9 @@ class HostGroups:
         # A single one has shared memory, too, if others may join it, or its host may be left alone.
         if len(self._here) > 1 or self._recovery is not None:
             assert segment is not None
-            addresses = [one.address for one in self._members if one.rank in self._here and one.address is not None]
+            here = [address for rank in self._here if (address := addresses[rank]) is not None]
             position, replaces = self._here.index(self._own), self._recovery is not None and self._recovery.replaces
-            self.node = SharedMemoryGroup(segment, addresses, self._here, position, self._wait, self._name, replaces)
+            self.node = SharedMemoryGroup(segment, here, self._here, position, self._wait, self._name, replaces)
         self._combine(self.key, at_once=True)
         if not self.is_on_one_host:  # a connection is made without the other end's script, which may be interrupted
             self.bytes.barrier(fingerprint("connect"))
@@ -204,6 +185,7 @@ class HostGroups:
     def renew(
         self,
         members: Sequence[Member],
+        key: int,
         segments: Sequence[Segment],
         parts: Sequence[Sequence[Segment]] | None,
         failure_detector: FailureDetector | None,
@@ -211,13 +193,13 @@ class HostGroups:
         """Go on with other members, and fresh memory; `keep` is next. All do so, and nothing of it fails.
 
         Args:
-            members: all of them, in the order of ranks; their tag is the communicator's key.
+            members, key: as of the constructor.
             segments, parts: of this host's members, as in `SharedMemoryGroup.renew`; empty if these have not changed.
                 No parts if all drop their buffers.
             failure_detector: watches them.
         """
         assert self.node is not None
-        self.key, self._failure_detector = members[0].tag, failure_detector
+        self.key, self._failure_detector = key, failure_detector
         self._take(members)
         if parts is None:
             if (owner := self._owner() if self._owner is not None else None) is not None:

@@ -36,9 +36,10 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.base.places import place_of
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.liveness import MOST_MEMBERS, SILENT_ENDS, LocalPeers
@@ -65,20 +66,6 @@ _NETWORK_LOST = frozenset(
 )
 
 
-class Peer(NamedTuple):
-    """Where a rank is.
-
-    Attributes:
-        host: its name.
-        pid: process id there.
-        domain: shared-memory domain: ranks with equal ones can map each other's memory.
-    """
-
-    host: str
-    pid: int
-    domain: str
-
-
 class Breakable(Protocol):
     """What a communicator remembers of its failure; see `core.collectives.api.FailureState`."""
 
@@ -90,13 +77,13 @@ class FailureDetector:
     """Records which other ranks have failed or left, and reports this rank's failure.
 
     Args:
-        rank: of this process.
-        membership: where all ranks are.
+        members: of the job.
         local_peers: the ranks of this host, where they share memory.
         channel: to rank 0, and from there to all.
 
     Attributes:
-        rank, membership: as given.
+        members: as given.
+        rank: world rank of this process.
         aborted: whether an error about a peer has been raised in this process, whose script now ends it or recovers.
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
@@ -105,8 +92,8 @@ class FailureDetector:
             all that ends or breaks something, since rank 0 may be lost.
     """
 
-    def __init__(self, rank: int, membership: Sequence[Peer], local_peers: LocalPeers | None, channel: Channel) -> None:
-        self.rank, self.membership = rank, list(membership)
+    def __init__(self, members: Members, local_peers: LocalPeers | None, channel: Channel) -> None:
+        self.rank, self.members = members.own, members
         self.aborted = self.failed = self.has_lost_the_network = False
         self.deadlocks: dict[str, str] = {}
         self.mesh: Mesh | None = None
@@ -215,7 +202,7 @@ class FailureDetector:
 
     def exited(self) -> dict[int, int]:
         """The other ranks that have said that they end with an exit status, and it."""
-        statuses = {rank: self.exit_status(rank) for rank in range(len(self.membership)) if rank != self.rank}
+        statuses = {rank: self.exit_status(rank) for rank in self.members.known if rank != self.rank}
         return {rank: status for rank, status in statuses.items() if status}
 
     def has_ended(self, rank: int) -> bool:
@@ -260,11 +247,6 @@ class FailureDetector:
                 self._local_peers.own.note_exit(status)
             self._tell("exits", {"rank": self.rank, "status": status})
 
-    def add(self, rank: int, peer: Peer) -> None:
-        """Note where a rank is that has joined. Numbers between it and the last one were never used."""
-        self.membership.extend([peer] * (rank + 1 - len(self.membership)))
-        self.membership[rank] = peer
-
     # Communicators --------------------------------------------------------------------------------
 
     def watch(self, key: int, state: Breakable) -> None:
@@ -303,7 +285,7 @@ class FailureDetector:
         key, rank, member = int(body["key"]), self._rank_in(body), int(body["member"])
         if rank == self.rank and key in self._knowing:
             self._knowing[key].add(member)
-        elif self.rank == 0 and 0 < rank < len(self.membership):
+        elif self.rank == 0 and rank in self.members.known:
             self._channel.tell(rank, "knows of broken", body)
 
     def _note_broken(self, body: dict[str, Any]) -> None:
@@ -358,7 +340,7 @@ class FailureDetector:
         if self.mesh is not None:
             self.mesh.note_unreachable(rank)
             return
-        peer, here = self.membership[rank], self.membership[self.rank].host
+        peer, here = self.members.known[rank], self.members.here.host
         self._report_lost(
             rank,
             f"rank {self.rank} on {here} cannot reach rank {rank} (process {peer.pid} on {peer.host}) any more: the "
@@ -369,7 +351,7 @@ class FailureDetector:
 
     def _note_lost(self, rank: int, how: Disconnected) -> None:
         """The control connection of a rank ended without a goodbye."""
-        peer = self.membership[rank]
+        peer = self.members.known[rank]
         if self.mesh is not None and not how.is_invalid:
             return  # it has its own connection to that rank
         if how.code in _NETWORK_LOST:
@@ -409,7 +391,7 @@ class FailureDetector:
     def _rank_in(self, body: dict[str, Any]) -> int:
         """The rank in a message of another one, which may be wrong, or know of a process that has just joined."""
         rank = body["rank"]
-        if type(rank) is not int or not 0 <= rank < max(len(self.membership), MOST_MEMBERS):
+        if type(rank) is not int or not 0 <= rank < max(len(self.members.known), MOST_MEMBERS):
             raise ValueError(f"{rank!r} is no rank")
         return rank
 

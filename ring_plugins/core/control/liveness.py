@@ -32,7 +32,7 @@ RUNNING, LEFT, FAILED = 1, 2, 3
 
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
 _STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _ADDRESS_LENGTH, _ADMITS = range(6)
-_CAUSE, _ADDRESS, _NBYTES = 128, 7296, 8192
+_CAUSE, _ADDRESS, _NBYTES = 128, 8192, 16384
 #: Processes that a job may have on one host, the lost ones included.
 MOST_MEMBERS = 896
 #: How a process can end that says nothing, where nobody who knows its exit status can be asked.

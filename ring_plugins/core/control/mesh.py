@@ -43,11 +43,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, name_ranks
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.consensus import Consensus, Decision, Message
 from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
@@ -75,76 +76,52 @@ class Waiting(Protocol):
     def until(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: Callable[[], str]) -> None: ...
 
 
-class MeshPeer(NamedTuple):
-    """Another rank.
-
-    Attributes:
-        host: its name.
-        pid: process id there.
-        domain: shared-memory domain, which tells hosts apart.
-        address, port: where it listens.
-        slot: its place in the order of ranks.
-    """
-
-    host: str
-    pid: int
-    domain: str
-    address: str
-    port: int
-    slot: int
-
-
 class Mesh:
     """This rank's connections to all others, and its part in agreements.
 
     Args:
-        rank: of this process.
-        peers: all ranks.
+        members: of the job; an agreement changes who they are.
         listener: makes the connections.
         local_peers: the ranks of this host, where they share memory.
         min_ranks: with how many ranks the job goes on.
-        view, committed: from which to count on, in a process that joins.
+        committed: from which to count on, in a process that joins.
         confirms: whether operations end with a confirmation, since some ranks share no memory.
         on_left_out: called when this rank finds that the others go on without it.
 
     Attributes:
         confirms: as given.
-        peers: as given, and those that have joined.
+        members: as given.
+        rank: world rank of this process.
         committed: how many operations are confirmed; the communicators count it.
         pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
             have: they find it in their next operation, so this one takes it over there, too. None if there are none.
-        view: number of the last view that this rank's script has taken over.
-        ranks: members of the last view that is agreed on, in the order of their slots.
-        joined: those of them that were none in the view before.
+        joined: members of the last view that is agreed on that were none in the view before.
         is_excluded: whether the others go on without this rank, if they go on at all.
         announced: by rank, where it listens in the place of rank 0.
     """
 
     def __init__(
         self,
-        rank: int,
-        peers: Mapping[int, MeshPeer],
+        members: Members,
         listener: Listener,
         local_peers: LocalPeers | None,
         min_ranks: int,
-        view: int = 0,
         committed: int = 0,
         confirms: bool = True,
         on_left_out: Callable[[], object] = lambda: None,
     ) -> None:
         self.confirms = confirms
-        self.rank, self.peers, self._listener = rank, dict(peers), listener
+        self.rank, self.members, self._listener = members.own, members, listener
         self._local_peers, self._min_ranks = local_peers, min_ranks
-        self.committed, self.view, self._agreed = committed, view, view
+        self.committed, self._agreed = committed, members.view
         self.pending: list[int] | None = None
-        self.ranks = self._in_order(peers)
         self.joined: tuple[int, ...] = ()
         self.is_excluded = False
         self.announced: dict[int, dict[str, Any]] = {}
         self._on_left_out = on_left_out
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
-        self._consensus = Consensus(rank, sorted(peers), self._send_message, self._hang_up, view)
+        self._consensus = Consensus(self.rank, sorted(members.ranks), self._send_message, self._hang_up, members.view)
         self._connections: dict[int, FrameSocket] = {}
         self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
         self._probes: dict[int, ListenProbe] = {}
@@ -165,9 +142,6 @@ class Mesh:
         self.on("agree", self._consensus.receive)
         self.on("admission", self._note_told)
 
-    def _in_order(self, ranks: Collection[int]) -> tuple[int, ...]:
-        return tuple(sorted(ranks, key=lambda rank: self.peers[rank].slot))
-
     def on(self, kind: str, handler: Handler, only_from_members: bool = False) -> None:
         """Call `handler` with every message of this kind, and its sender.
 
@@ -184,7 +158,7 @@ class Mesh:
 
     def connect(self, wait: Waiting) -> None:
         """Connect to all other ranks, which call this too, and begin to watch them."""
-        missing = [rank for rank in self.ranks if rank != self.rank]
+        missing = [rank for rank in self.members.ranks if rank != self.rank]
         end = time.monotonic() + config.START_TIMEOUT.get()
 
         def are_connected() -> bool:
@@ -212,7 +186,7 @@ class Mesh:
         for rank, frames in connections.items():
             self._add(rank, frames)
         self._consensus.take_over(decision)
-        for rank in self.ranks:
+        for rank in self.members.ranks:
             if rank != self.rank and rank not in connections:
                 self._note_end(rank, Disconnected("it closed the connection"))
         self._backlog = list(backlog)
@@ -272,7 +246,7 @@ class Mesh:
         with self._lock:
             lost = self._consensus.lost()
             if not lost:
-                return MembersLost("another rank has lost a rank.", self.ranks[0])
+                return MembersLost("another rank has lost a rank.", self.members.ranks[0])
             return MembersLost(self._how_lost(lost[0]), lost[0])
 
     def has_left(self, rank: int) -> bool:
@@ -303,8 +277,8 @@ class Mesh:
         """
         consensus, view = self._consensus, self._agreed + 1
         if self.pending is not None:
-            pending, self.pending, self.view = self.pending, None, self._agreed
-            return pending
+            lost, self.pending = self.pending, None
+            return self._take_over(lost)
         try:
             self._is_agreeing = True
             if not joining:  # others may be prepared already, and wait for this rank
@@ -325,7 +299,7 @@ class Mesh:
             self.is_excluded = True
             self._on_left_out()
             raise self._exclusion(decision)
-        lost = [rank for rank in self.ranks if rank not in decision.members]
+        lost = [rank for rank in self.members.ranks if rank not in decision.members]
         left = [rank for rank in decision.members if not self.has_left(rank)]
         if lost and len(left) < self._min_ranks and self.rank not in decision.leaving:
             raise PeerFailed(
@@ -336,26 +310,25 @@ class Mesh:
         if self._local_peers is not None:
             self._local_peers.forget([rank for rank in lost if rank != self.rank])
         is_behind = decision.committed > self.committed
-        self._agreed, self.ranks, self.committed = view, self._in_order(decision.members), decision.committed
-        self.joined = decision.joining
+        self._agreed, self.committed, self.joined = view, decision.committed, decision.joining
         self._forget_admissions()
         if is_behind:
             self.pending = lost
             return None
-        self.view = view
+        return self._take_over(lost)
+
+    def _take_over(self, lost: list[int]) -> list[int]:
+        decision = self._consensus.decisions[self._agreed]
+        if self.rank in decision.members:
+            self.members.follow(self.members.in_order(decision.members), self._agreed)
         return lost
 
     # Admission of a process (mesh_admission.py) ----------------------------------------------------
 
     @contextlib.contextmanager
-    def admitting(self, rank: int, peer: MeshPeer) -> Iterator[None]:
-        """While this lasts, a loss does not interrupt this rank, which looks for it in `trouble`.
-
-        Args:
-            rank, peer: who is to join.
-        """
-        with self._lock:
-            self.peers[rank] = peer
+    def admitting(self, joiner: Member) -> Iterator[None]:
+        """While this lasts, a loss does not interrupt this rank, which looks for it in `trouble`."""
+        self.members.add([joiner])
         self._is_admitting = True
         try:
             yield
@@ -452,9 +425,8 @@ class Mesh:
             return self._consensus.awaited()
 
     def _how_lost(self, rank: int) -> str:
-        host, pid = self.peers[rank][:2]
-        here = self.peers[self.rank].host
-        where = f" on {host}" if len({peer.domain for peer in self.peers.values()}) > 1 else ""
+        host, pid, here = self.members.known[rank].host, self.members.known[rank].pid, self.members.here.host
+        where = f" on {host}" if self.members.are_on_several_hosts() else ""
         if self.was_silent(rank):
             return (
                 f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
@@ -464,18 +436,18 @@ class Mesh:
 
     def _exclusion(self, decision: Decision | None) -> PeerFailed:
         with self._lock:
-            silent = [rank for rank in self.ranks if self.was_silent(rank)]
-        hosts = " and ".join(dict.fromkeys(self.peers[rank].host for rank in silent))
+            silent = [rank for rank in self.members.ranks if self.was_silent(rank)]
+        hosts = " and ".join(dict.fromkeys(self.members.known[rank].host for rank in silent))
         whom = f"{name_ranks(silent)} on {hosts}" if silent else "the other ranks"
-        rank = silent[0] if silent else self.ranks[0]
+        rank = silent[0] if silent else self.members.ranks[0]
         if decision is not None:
             return PeerFailed(
-                f"the job goes on without rank {self.rank} on {self.peers[self.rank].host}, which could not reach "
+                f"the job goes on without rank {self.rank} on {self.members.here.host}, which could not reach "
                 f"{whom} for {config.NETWORK_TIMEOUT.get():g} s.",
                 rank,
             )
         return PeerFailed(
-            f"rank {self.rank} on {self.peers[self.rank].host} has heard nothing from {whom} "
+            f"rank {self.rank} on {self.members.here.host} has heard nothing from {whom} "
             f"for {config.NETWORK_TIMEOUT.get():g} s: the network is lost, or these hosts are down. They may go on, "
             "and this side ends: it has neither more than half of the job's ranks nor half of them with the lowest.",
             rank,
@@ -483,7 +455,7 @@ class Mesh:
 
     def _rank_in(self, body: dict[str, Any]) -> int:
         rank = body["rank"]
-        if type(rank) is not int or rank not in self.peers:
+        if type(rank) is not int or rank not in self.members.known:
             raise ValueError(f"{body!r} names no rank")
         return rank
 
@@ -565,9 +537,10 @@ class Mesh:
         except Disconnected as how:
             self._note_end(rank, how)
         except Exception:  # what one rank sends must not end this one's thread, on which all others rely
+            peer = self.members.known[rank]
             logger.exception(
-                f"rank {self.rank} has closed its connection to rank {rank} (process {self.peers[rank].pid} on "
-                f"{self.peers[rank].host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
+                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on "
+                f"{peer.host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
                 "faulty, or this is a bug of ring_plugins."
             )
             self._note_end(rank, Disconnected("it sent an invalid message", is_invalid=True))
@@ -582,7 +555,7 @@ class Mesh:
         elif self._local_peers is not None and rank in self._local_peers.others:
             self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
         else:
-            peer = self.peers[rank]
+            peer = self.members.known[rank]
             self._probes[rank] = ListenProbe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
 
     def _note_dead(self, rank: int) -> None:
@@ -596,9 +569,9 @@ class Mesh:
 
         If only this one was left out, it might learn of it late, and write to memory that those share who go on.
         """
-        domain = self.peers[rank].domain
-        is_here = domain == self.peers[self.rank].domain
-        silent = [rank] if is_here else [other for other, peer in self.peers.items() if peer.domain == domain]
+        known, domain = self.members.known, self.members.known[rank].domain
+        is_here = self.members.is_near(rank)
+        silent = [rank] if is_here else [other for other, peer in known.items() if peer.domain == domain]
         for other in silent:
             self._hang_up(other)
         self._consensus.note_silent(*silent)

@@ -82,7 +82,7 @@ class MeshAdmission:
 
     def __init__(self, mesh: Mesh, joiner: int, pid: int, view: int, wait: Wait) -> None:
         self._mesh, self._joiner, self._pid, self._view, self._wait = mesh, joiner, pid, view, wait
-        self._others = [rank for rank in mesh.ranks if rank != mesh.rank]
+        self._others = [rank for rank in mesh.members.ranks if rank != mesh.rank]
         self._alone_since = 0.0  # since when only the joiner is missing, 0 if others are
 
     def call(self, listener: Listener, body: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class MeshAdmission:
     @property
     def _patience(self) -> float:
         """A network that is away for less than RING_NETWORK_TIMEOUT is no reason to let another host kill a process."""
-        peers = self._mesh.peers
+        peers = self._mesh.members.known
         is_killed_by_others = not self._pid and any(
             peers[rank].domain == peers[self._joiner].domain for rank in self._others
         )

@@ -128,7 +128,7 @@ class MonitorThread:
                 )
 
     def _pid_of_rank_0(self) -> int:
-        return self._failure_detector.membership[0].pid
+        return self._failure_detector.members.known[0].pid
 
     def _end_without_launcher(self) -> None:
         if self._parent <= 1 or os.getppid() == self._parent:

@@ -84,22 +84,20 @@ class TcpLiveness:
 
     Args:
         failure_detector: receives the reports.
-        addresses: of every rank's host, in rank order.
         look: see `retransmissions`.
     """
 
     def __init__(
         self,
         failure_detector: FailureDetector,
-        addresses: Sequence[Sequence[str]],
         look: Callable[[], dict[TcpConnection, int]] = retransmissions,
     ) -> None:
         self._failure_detector, self._look = failure_detector, look
-        own = set(addresses[failure_detector.rank])
+        members = failure_detector.members
         self._ranks: dict[str, list[int]] = {}
-        for rank, of_host in enumerate(addresses):
-            for address in of_host:
-                if address not in own:
+        for rank, one in members.known.items():
+            for address in one.addresses:
+                if address not in members.here.addresses:
                     self._ranks.setdefault(address, []).append(rank)
         self._timeout = config.NETWORK_TIMEOUT.get()
         self._next = 0.0
@@ -137,8 +135,9 @@ class TcpLiveness:
         mesh = self._failure_detector.mesh
         if mesh is None:
             return True
-        ports = {peer.port for peer in list(mesh.peers.values())}
-        return connection.local[1] == mesh.peers[mesh.rank].port or connection.remote[1] in ports
+        members = self._failure_detector.members
+        ports = {peer.port for peer in members.known.values()}
+        return connection.local[1] == members.here.port or connection.remote[1] in ports
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

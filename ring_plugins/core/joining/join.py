@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemoryError, name_ranks, quoted
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.collectives.host import HostCommunicator
-from ring_plugins.core.collectives.host_groups import Member
 from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import (
     CALL,
     OFFERS,
@@ -57,7 +57,6 @@ from ring_plugins.core.control.mesh_admission import (
     begin_together,
 )
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.linux.shared_memory import Address
 from ring_plugins.core.members.join_descriptors import (
     DifferentScript,
     Invitation,
@@ -67,37 +66,12 @@ from ring_plugins.core.members.join_descriptors import (
     map_descriptors,
 )
 from ring_plugins.core.members.wording import who_joined
-from ring_plugins.core.net.listener import Listener, Peer
-from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
+from ring_plugins.core.net.listener import Listener
+from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.world import World, current
 
 #: Seconds between two looks of a joiner at the members, and attempts in which it cannot map memory.
 _LOOK, _ATTEMPTS = 0.01, 5
-
-
-class _Process(NamedTuple):
-    """A member, or a process that is to become one; may travel as JSON.
-
-    Attributes:
-        rank, slot: its world rank, and its place in the order of ranks.
-        liveness: address of that segment, for its host.
-        node: key of its host, real or virtual.
-        host, pid, domain, address, port: as in `MeshPeer`.
-    """
-
-    rank: int
-    slot: int
-    liveness: Sequence[int]
-    node: str
-    host: str
-    pid: int
-    domain: str
-    address: str
-    port: int
-
-    @property
-    def mesh_peer(self) -> MeshPeer:
-        return MeshPeer(self.host, self.pid, self.domain, self.address, self.port, self.slot)
 
 
 def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int, ...]:
@@ -138,11 +112,11 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
     """
     mesh, joined, elastic = _mesh(world), join_barrier.joined, world.elastic
     while True:
-        began, shards = time.monotonic(), world.processes.shards
+        began, shards = time.monotonic(), world.members.shards
         with world.local_peers.own.ready_to_admit():
             by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
-        taken = world.processes.taken_slots
-        waiting = [one for told in by_member for one in map(_Process._make, told) if one.slot not in taken]
+        taken = world.members.taken_slots
+        waiting = [one for told in by_member for one in told if one.slot not in taken]
         # Data has no shards that nobody ever had, so slots beyond those are taken in order.
         lost, added = range(shards * join_barrier.lost), range(shards, shards + join_barrier.added)
         next_one = min((one for one in waiting if one.slot in lost or one.slot in added), default=None)
@@ -157,44 +131,32 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
         joined.append(next_one.rank)
         # If only such are left that have just joined, none has the state, and the transfer of it raises that.
         if world.world_rank == min((rank for rank in world.world_ranks if rank not in joined), default=None):
-            slot_of, pids = {next_one.rank: next_one.slot}, world.processes.pids
+            slot_of, pids = {next_one.rank: next_one.slot}, world.members.pids
             logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards))
     return tuple(joined)
 
 
-def _waiting_here(world: World) -> list[_Process]:
+def _waiting_here(world: World) -> list[Member]:
     """Those of this host that wait, and those of hosts that have no ranks."""
-    slot, mine = _slot(world), _mesh(world).peers[world.world_rank]
-    here = [
-        _Process(
-            one.rank, told["slot"], address, world.processes.node_here(told["slot"]),
-            mine.host, one.pid, mine.domain, told["address"], told["port"],
-        )
-        for one, address, told in joiners_here(slot)
-    ]  # fmt: skip
-    elsewhere = [
-        _Process(
-            one["rank"], one["slot"], tuple(one["liveness"]), one["domain"],
-            quoted(one["host"], 64), one["liveness"][0], one["domain"], one["address"], one["port"],
-        )
-        for one in slot.remote_joiners()
-    ]  # fmt: skip
-    return here + [one for one in elsewhere if one.domain != mine.domain]
+    slot, members = _slot(world), world.members
+    here = [one._replace(node=members.node_for(one.slot), domain=members.here.domain) for one in joiners_here(slot)]
+    elsewhere = [one._replace(node=one.domain, host=quoted(one.host, 64)) for one in slot.remote_joiners()]
+    return here + [one for one in elsewhere if one.domain != members.here.domain]
 
 
-def _admit_one(world: World, joiner: _Process, join_barrier: _JoinBarrier) -> bool:
+def _admit_one(world: World, joiner: Member, join_barrier: _JoinBarrier) -> bool:
     """Let a process join; returns whether it has."""
     mesh, listener, slot = _mesh(world), _listener(world), _slot(world)
-    everyone = [_process_of(world, rank) for rank in world.world_ranks]
-    is_near = joiner.domain == mesh.peers[mesh.rank].domain
-    is_of_this_supervisor = joiner.rank in [one.world_rank for one in slot.waiting()]
+    everyone = [world.members.known[rank] for rank in world.world_ranks]
+    is_near = joiner.domain == world.members.here.domain
+    is_of_this_supervisor = joiner.rank in [one.rank for one in slot.waiting()]
     wait = Wait("admission", world.failure_detector)
-    admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, mesh.view + 1, wait)
-    listener.add(joiner.rank, Peer(joiner.host, joiner.address, joiner.port))
+    admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, world.members.view + 1, wait)
+    listener.add(joiner)
     told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier, "announced": mesh.announced}
     agreement: _Agreement | None = None
     try:
-        with mesh.admitting(joiner.rank, joiner.mesh_peer):
+        with mesh.admitting(joiner):
             admission.call(listener, told)
             agreement = _prepare(world, everyone, joiner, join_barrier.place, admission.gather)
     except NotAdmitted:  # the joiner tells if it does not try again
@@ -207,7 +169,7 @@ def _admit_one(world: World, joiner: _Process, join_barrier: _JoinBarrier) -> bo
     agreement.go_on(world)
     if is_of_this_supervisor:
         peer = world.local_peers.others[joiner.rank]
-        begin_together([peer], lambda: [one.world_rank for one in slot.members()])
+        begin_together([peer], lambda: [one.rank for one in slot.members()])
     return True
 
 
@@ -224,12 +186,6 @@ def _slot(world: World) -> OwnSlot:
 def _listener(world: World) -> Listener:
     assert world.listener is not None
     return world.listener
-
-
-def _process_of(world: World, rank: int) -> _Process:
-    peer, processes = _mesh(world).peers[rank], world.processes
-    where = rank, peer.slot, processes.entries[rank].liveness or (), processes.node_of_slot(peer.slot)
-    return _Process(*where, peer.host, peer.pid, peer.domain, peer.address, peer.port)
 
 
 def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
@@ -251,12 +207,11 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     world = current()
     slot, listener, own = _slot(world), _listener(world), world.local_peers.own
     candidate = Candidate(world.world_rank, listener)
-    where = {"slot": world.shard[0], "address": listener.address, "port": listener.port}
-    entry = world.processes.entries[world.world_rank]
-    own.announce(json.dumps({**where, "host": entry.host, "domain": entry.domain}))
+    entry = world.members.here
+    own.announce(json.dumps(entry))
     problems = list[str]()
     while len(problems) < _ATTEMPTS:
-        slot.wait_to_join(world.world_rank, own.address)
+        slot.wait_to_join(entry)
         found = _wait_for_invitation(world, candidate, until)
         if found is None:
             logger.info(
@@ -282,7 +237,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
             problems += filter(None, [str(reason)])
             continue
         agreement.go_on(world)
-        slot.take_part(world.world_rank, own.address)
+        slot.take_part(entry)
         join_barrier = _JoinBarrier(*invitation["join_barrier"])
         join_barrier.joined.append(world.world_rank)
         return _admit_all(world, join_barrier)
@@ -294,7 +249,7 @@ def _wait_for_invitation(world: World, candidate: Candidate, until: str) -> tupl
     slot = _slot(world)
     how = "is to become" if world.elastic.is_added else "takes the place of"
     who = f"process {os.getpid()}, which {how} rank {world.shard[0]}, waits for"
-    known: dict[Address, Liveness] = {}
+    known: dict[Member, Liveness] = {}
     with ProgressLine() as line:
         while True:
             if (found := candidate.called()) is not None:
@@ -306,17 +261,17 @@ def _wait_for_invitation(world: World, candidate: Candidate, until: str) -> tupl
             time.sleep(_LOOK)
 
 
-def _members_here(slot: OwnSlot, known: dict[Address, Liveness]) -> list[Liveness]:
+def _members_here(slot: OwnSlot, known: dict[Member, Liveness]) -> list[Liveness]:
     """The members that are left on this host; `known` are those that have been looked at before."""
     found = []
     for one in slot.members():
         try:
-            if one.address not in known:
-                known[one.address] = Liveness.open(one.address, one.world_rank)
+            if one not in known:
+                known[one] = Liveness.open(one.liveness or (0, 0, 0), one.rank)
         except SharedMemoryError:  # it has just ended
             continue
-        if known[one.address].state == RUNNING and not known[one.address].has_died():
-            found.append(known[one.address])
+        if known[one].state == RUNNING and not known[one].has_died():
+            found.append(known[one])
     return found
 
 
@@ -338,7 +293,7 @@ def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[
     """
     listener = _listener(world)
     try:
-        everyone, joiner = [_Process(*one) for one in invitation["everyone"]], _Process(*invitation["joiner"])
+        everyone, joiner = [Member.read(one) for one in invitation["everyone"]], Member.read(invitation["joiner"])
         announced = {int(rank): dict(address) for rank, address in invitation["announced"].items()}
         _JoinBarrier(*invitation["join_barrier"])
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -353,12 +308,13 @@ def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[
     agreement = _prepare(world, everyone, joiner, place, gather)
     decision = candidate.decision(view, members)
     for one in everyone:
-        listener.add(one.rank, Peer(one.host, one.address, one.port))
-    peers = {one.rank: one.mesh_peer for one in (*everyone, joiner) if one.rank in decision.members}
-    mesh = world.elastic.mesh_of(peers, listener, view, decision.committed)
+        listener.add(one)
+    world.members.add([*everyone, joiner])
+    world.members.follow(world.members.in_order(decision.members), view)
+    mesh = world.elastic.new_mesh(listener, decision.committed)
     mesh.announced.update(announced)
     agreement.mesh = mesh
-    connections = {rank: one for rank, one in candidate.connections.items() if rank in mesh.peers}
+    connections = {rank: one for rank, one in candidate.connections.items() if rank in decision.members}
     agreement.take_over = lambda: mesh.go_on_from(connections, candidate.backlog, decision)
     return agreement
 
@@ -368,7 +324,6 @@ class _Agreement:
 
     Args:
         invitation: who takes part.
-        processes: all of them.
         told: what each told, by world rank.
         peers: liveness of those others on this host that this process has mapped now.
         mapped: with what each communicator goes on.
@@ -383,37 +338,27 @@ class _Agreement:
     def __init__(
         self,
         invitation: Invitation,
-        processes: Sequence[_Process],
         told: Mapping[int, Mapping[str, Any]],
         peers: Sequence[Liveness],
         mapped: Mapping[HostCommunicator, Renewal],
     ) -> None:
-        self._invitation, self._processes, self._told, self._peers, self._mapped = (
-            invitation,
-            processes,
-            told,
-            peers,
-            mapped,
-        )
+        self._invitation, self._told, self._peers, self._mapped = invitation, told, peers, mapped
         self.take_over: Callable[[], None] = lambda: None
 
     def go_on(self, world: World) -> None:
         """Go on with everyone."""
-        nodes = {one.rank: one.node for one in self._processes}
-        everyone = self._invitation.everyone
-        world.extend(everyone, self._told, self._peers, self._renew, nodes, self.mesh)
+        world.extend(self._invitation.everyone, self._told, self._peers, self._renew, self.mesh)
 
     def _renew(self, failure_detector: FailureDetector) -> None:
         for communicator, (segments, parts, key, operations) in self._mapped.items():
-            members = [Member(one.rank, one.node, None, key) for one in self._processes]
-            communicator.renew(members, segments, parts, operations, failure_detector)
+            communicator.renew(self._invitation.everyone, key, segments, parts, operations, failure_detector)
         self.take_over()
 
 
 def _prepare(
     world: World,
-    members: Sequence[_Process],
-    joiner: _Process,
+    members: Sequence[Member],
+    joiner: Member,
     place: str,
     gather: Callable[[int, Mapping[str, Any]], dict[int, Any]],
 ) -> _Agreement:
@@ -424,8 +369,7 @@ def _prepare(
     """
     processes = sorted([*members, joiner], key=lambda one: one.slot)
     own = next(one for one in processes if one.rank == world.world_rank)
-    owners = [SlotOwner(one.slot, one.rank, (one.liveness[0], one.liveness[1], one.liveness[2])) for one in processes]
-    invitation = Invitation(owners, [joiner.rank])
+    invitation = Invitation(processes, [joiner.rank])
     here = [one.rank for one in processes if one.node == own.node]
     is_here = joiner.rank in here
     communicators = world.recovering_communicators()
@@ -433,7 +377,7 @@ def _prepare(
         segments = {key: create_segment() for key in communicators} if is_here else {}
         near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]
         new = near if world.is_joining else [one for one in near if one is joiner]
-        peers = [Liveness.open((one.liveness[0], one.liveness[1], one.liveness[2]), one.rank) for one in new]
+        peers = [Liveness.open(one.liveness or (0, 0, 0), one.rank) for one in new]
     except SharedMemoryError as error:
         raise NotAdmitted(f"rank {own.rank} {error}") from None
     descriptors = {key: descriptor_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
@@ -445,7 +389,7 @@ def _prepare(
     gather(READY, {})
     for segment in segments.values():
         segment.close_file()
-    return _Agreement(invitation, processes, told, peers, mapped)
+    return _Agreement(invitation, told, peers, mapped)
 
 
 def checksum_of(integers: Mapping[str, int]) -> int:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Cores
 from ring_plugins.core.linux.process import boot_id, cpu_quota, loaded_libraries
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -70,22 +71,6 @@ class Library(NamedTuple):
     name: str
     variables: tuple[str, ...]
     apply: Callable[[int], Applied]
-
-
-class Cores(NamedTuple):
-    """The cores that a rank may use. May travel as JSON.
-
-    Attributes:
-        kernel: equal for ranks that share cores.
-        container: equal for ranks that share a quota.
-        cores: ranges of their numbers, as in "0-3,8"; one number for both hardware threads of a core.
-        quota: how many of them the container may keep busy, None without a limit.
-    """
-
-    kernel: str
-    container: str
-    cores: str
-    quota: float | None
 
 
 def own_cores() -> Cores:

@@ -1,6 +1,5 @@
 """Who the ranks of a job are, and how they change while it runs. Without `on_failure`, they do not.
 
-- `processes` says who they are and where.
 - `policy` is what the user chose, and whether that works where the job runs.
 - `members` drops ranks that are lost, or were told to end (`preemption_notice`). All that this process has of the job
   follows.

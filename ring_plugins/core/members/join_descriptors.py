@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import SharedMemoryError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.mesh_admission import NotAdmitted
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner, Slots
+from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
 
 
 class Invitation(NamedTuple):
@@ -22,17 +23,17 @@ class Invitation(NamedTuple):
         joiners: world ranks of those that join.
     """
 
-    everyone: list[SlotOwner]
+    everyone: list[Member]
     joiners: list[int]
 
     @property
     def ranks(self) -> list[int]:
         """World ranks in the order of slots."""
-        return [owner.world_rank for owner in self.everyone]
+        return [one.rank for one in self.everyone]
 
 
-def joiners_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[str, Any]]]:
-    """Processes of this host that wait to join a job on several hosts, with what each has announced: its slot, too.
+def joiners_here(slot: OwnSlot | Slots) -> list[Member]:
+    """Processes of this host that wait to join, as each has announced itself.
 
     Args:
         slot: of this process, or the slots of this host, for its supervisor.
@@ -40,12 +41,12 @@ def joiners_here(slot: OwnSlot | Slots) -> list[tuple[Liveness, Address, dict[st
     found = []
     for one in slot.waiting():
         try:
-            liveness = Liveness.open(one.address, one.world_rank)
+            liveness = Liveness.open(one.liveness or (0, 0, 0), one.rank)
         except SharedMemoryError:  # it has just ended
             continue
-        told = json.loads(liveness.announced or "null")
-        if told is not None and liveness.state == RUNNING and not liveness.has_died():
-            found.append((liveness, one.address, told))
+        if liveness.announced and liveness.state == RUNNING and not liveness.has_died():
+            # The kernel has found it in this process, whatever that says of itself: it may have to be killed.
+            found.append(Member.read(json.loads(liveness.announced))._replace(rank=one.rank, pid=liveness.pid))
     return found
 
 
@@ -99,7 +100,7 @@ def _address(found: Any) -> Address:
 
 def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
     """Check that what a process has told has the form of what a member has told, or the part that joiners have."""
-    for name in {"member", "place", "descriptors"}.intersection(member) if is_new else member:
+    for name in {"place", "descriptors"}.intersection(member) if is_new else member:
         wanted, value = member[name], found[name]
         if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
             raise ValueError(name)

@@ -16,31 +16,31 @@ begin:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger, set_rank
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.control import ControlClient
 from ring_plugins.core.control.channel import Channel
-from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.members.changes import ChangeCallbacks, MembershipChange
 from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.members.preemption_notice import TERMINATED, PreemptionNotice
-from ring_plugins.core.members.processes import Processes
 from ring_plugins.core.members.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.observe.leader_failover import LeaderFailover
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.rendezvous.slots import OwnSlot, SlotOwner
+from ring_plugins.core.rendezvous.slots import OwnSlot
 
 
 class Job(Protocol):
@@ -62,7 +62,7 @@ class Elastic:
 
     Args:
         job: of this process.
-        processes: of that.
+        members: of that.
         peers: those of this host, if they share memory.
         policy: what the user chose.
         slot: the row in which this process tells its host's supervisor how far it is; None without such.
@@ -77,13 +77,14 @@ class Elastic:
     """
 
     def __init__(
-        self, job: Job, processes: Processes, peers: LocalPeers | None, policy: FailurePolicy, slot: OwnSlot | None
+        self, job: Job, members: Members, peers: LocalPeers | None, policy: FailurePolicy, slot: OwnSlot | None
     ) -> None:
-        self._job, self._processes, self._peers, self._policy = job, processes, peers, policy
+        self._job, self._members, self._peers, self._policy = job, members, peers, policy
         self.slot = slot
         self.recovery = JobRecovery(self.go_on_without, policy.replaces)
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
+        self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
         self._first_changes: tuple[list[MembershipChange], int] | None = None
@@ -106,7 +107,7 @@ class Elastic:
         detector, channel, observers = self._job.failure_detector, self._job.channel, self._job.observers
         assert detector is not None
         assert observers is not None
-        mesh = self.mesh = joined or self._new_mesh(listener)
+        mesh = self.mesh = joined or self.new_mesh(listener)
         if joined is None:
             mesh.connect(Wait("ring", detector))
         detector.go_on_over(mesh)
@@ -114,40 +115,31 @@ class Elastic:
         if not isinstance(channel, ControlClient):
             return []
         self._leader_failover = LeaderFailover(
-            channel, observers.stalls, observers.membership, mesh, addresses if mesh.confirms else ()
+            channel, observers.stalls, observers.members, mesh, addresses if mesh.confirms else ()
         )
         return [self._leader_failover]
 
-    def _new_mesh(self, listener: Listener) -> Mesh:
-        entries, peers = self._processes.entries, listener.peers
-        ranks = {
-            rank: MeshPeer(one.host, one.pid, one.domain, peers[rank].address, peers[rank].port, rank)
-            for rank, one in entries.items()
-        }
-        return self.mesh_of(ranks, listener)
-
-    def mesh_of(self, ranks: Mapping[int, MeshPeer], listener: Listener, view: int = 0, committed: int = 0) -> Mesh:
-        """This rank's connections to these; arguments as of `Mesh`."""
+    def new_mesh(self, listener: Listener, committed: int = 0) -> Mesh:
+        """This rank's connections to the members; arguments as of `Mesh`."""
         # `ring run -H` may have started all ranks on one other host, and others may join on further ones.
         has_supervisor = self._policy.replaces and self.slot is not None and self.slot.has_supervisor
-        confirms = self._processes.topology.num_nodes > 1 or has_supervisor
+        confirms = self._members.topology.num_nodes > 1 or has_supervisor
         on_left_out = self.slot.note_excluded if self.slot is not None else lambda: None
         least = self._policy.min_ranks
-        own = self._processes.own
-        return Mesh(own, ranks, listener, self._peers, least, view, committed, confirms, on_left_out)
+        return Mesh(self._members, listener, self._peers, least, committed, confirms, on_left_out)
 
     def _peers_here(self) -> LocalPeers:
         assert self._peers is not None
         return self._peers
 
-    def _members(self) -> Mesh:
+    def _agreements(self) -> Mesh:
         assert self.mesh is not None
         return self.mesh
 
     @property
     def view(self) -> int:
         """How often the ranks of the job have changed."""
-        return self.mesh.view if self.mesh is not None else 0
+        return self._members.view
 
     # Losses ---------------------------------------------------------------------------------------
 
@@ -181,45 +173,42 @@ class Elastic:
         """As `Mesh.agree`."""
         assert self._job.failure_detector is not None
         try:
-            return self._members().agree(wait, leaving, joining)
+            return self._agreements().agree(wait, leaving, joining)
         except PeerFailed:
             self._job.failure_detector.aborted = True
             raise
 
     def _follow(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
         """Update everything that this process holds of the job after members died, left or joined."""
-        mesh, processes = self._members(), self._processes
+        members = self._members
         for communicator in self._job.recovering_communicators().values():
-            communicator.keep(mesh.ranks, mesh.view)
+            communicator.keep(members.ranks, members.view)
         if not lost and not left and not joined:
-            processes.ranks = mesh.ranks
             return
-        before = processes.topology
-        size_before = len(mesh.ranks) + len(lost) + len(left) - len(joined)
-        processes.follow(mesh.ranks)
-        after = processes.topology
+        before, self._followed = self._followed, members.topology
+        after = members.topology
+        size_before = after.size + len(lost) + len(left) - len(joined)
         set_rank(after.rank)
         if self.slot is not None:
             for rank in lost:
                 self.slot.note_lost(rank)
         gone = tuple(lost), before.rank, size_before
         self.changes.untold.append(MembershipChange(*gone, after.rank, after.size, tuple(left), tuple(joined)))
-        if self._job.channel is not None and processes.own == 0 and not joined:
+        if self._job.channel is not None and members.own == 0 and not joined:
             self._job.channel.tell(0, "ranks_lost", {"ranks": [*lost, *left]})
 
     def _warn_of(self, lost: Sequence[int], began: float) -> None:
         """Tell the user of lost ranks, and of an agreement that began then, on one rank."""
-        processes = self._processes
-        if processes.topology.rank == 0:
-            silent = [rank for rank in lost if self._members().was_silent(rank)]
-            entries = processes.entries.items() if self._members().confirms else ()
-            hosts = {rank: entry.host for rank, entry in entries} or None
+        members, mesh = self._members, self._agreements()
+        if members.topology.rank == 0:
+            silent = [rank for rank in lost if mesh.was_silent(rank)]
+            hosts = {rank: one.host for rank, one in members.known.items()} if mesh.confirms else None
             seconds, job = time.monotonic() - began, self._job_without(lost)
-            logger.warning(what_was_lost(lost, processes.pids, processes.ranks, job, seconds, silent, hosts))
+            logger.warning(what_was_lost(lost, members.pids, members.ranks, job, seconds, silent, hosts))
 
     def _job_without(self, ranks: Sequence[int]) -> tuple[int, bool]:
         """How many ranks it had at the most, and whether other processes take the places of these."""
-        return self._processes.shards, self._policy.replaces and self._processes.can_be_replaced(ranks)
+        return self._members.shards, self._policy.replaces and self._members.can_be_replaced(ranks)
 
     # Leaving on SIGTERM, and who waits to join ------------------------------------------------------
 
@@ -231,7 +220,7 @@ class Elastic:
     @property
     def is_pending(self) -> bool:
         """Whether processes wait to take the places of lost ranks."""
-        return any(slot < self._processes.shards for slot in self.pending)
+        return any(slot < self._members.shards for slot in self.pending)
 
     @property
     def may_grow(self) -> bool:
@@ -241,18 +230,18 @@ class Elastic:
     @property
     def is_added(self) -> bool:
         """Whether this process has yet to join, and the job grows by it: nobody has had its slot."""
-        return self._job.is_joining and self._processes.is_added
+        return self._job.is_joining and self._members.is_added
 
     def _sees_joiners(self) -> set[int]:
         """Slots of processes that wait to join, and of which not all ranks know yet."""
         places = self.slot if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
             return set()
-        waiting = {one.world_rank for one in places.waiting()}
+        waiting = {one.rank for one in places.waiting()}
         if not waiting <= self._slots_here.keys():  # one that waits for the next epoch is seen in each step
-            self._slots_here |= {peer.rank: int(told["slot"]) for peer, _, told in joiners_here(places)}
+            self._slots_here |= {one.rank: one.slot for one in joiners_here(places)}
         seen = {self._slots_here[rank] for rank in waiting & self._slots_here.keys()}
-        elsewhere = {int(one["slot"]) for one in places.remote_joiners()}.difference(self._processes.taken_slots)
+        elsewhere = {one.slot for one in places.remote_joiners()}.difference(self._members.taken_slots)
         return (seen | elsewhere) - self.pending
 
     def change_members(self) -> None:
@@ -264,24 +253,24 @@ class Elastic:
         Raises:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
-        began, processes = time.monotonic(), self._processes
-        own = (processes.own if self.preemption_notice.given else None, self._sees_joiners())
+        began, members = time.monotonic(), self._members
+        own = (members.own if self.preemption_notice.given else None, self._sees_joiners())
         asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.pending = self.pending.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
-        left = [rank for rank in processes.ranks if rank not in leaving]
+        left = [rank for rank in members.ranks if rank not in leaving]
         if not leaving:  # it has died meanwhile
             return
         if len(left) < self._policy.min_ranks:
-            if processes.topology.rank == 0:
-                logger.warning(too_few_left(leaving, processes.pids, left, self._policy.min_ranks))
+            if members.topology.rank == 0:
+                logger.warning(too_few_left(leaving, members.pids, left, self._policy.min_ranks))
             self._job.exit_from_job(TERMINATED)
         lost = self._let_leave(leaving)
         self._follow(lost=lost, left=leaving)
         if lost:
             self._warn_of(lost, began)
-        if processes.topology.rank == 0:
-            logger.warning(who_left(leaving, processes.pids, processes.ranks, self._job_without(leaving)))
+        if members.topology.rank == 0:
+            logger.warning(who_left(leaving, members.pids, members.ranks, self._job_without(leaving)))
 
     def _let_leave(self, leaving: Sequence[int]) -> list[int]:
         """Leave the job, or go on without those that do; returns ranks that were lost meanwhile.
@@ -291,7 +280,7 @@ class Elastic:
         """
         gone = self._agree(Wait("membership", self._job.failure_detector), leaving)
         assert gone is not None
-        if self._processes.own in leaving:
+        if self._members.own in leaving:
             self._peers_here().own.leave()
             if self.slot is not None:
                 self.slot.leave()
@@ -311,7 +300,6 @@ class Elastic:
 
     def extend(
         self,
-        everyone: Sequence[SlotOwner],
         joined: Sequence[int],
         others: Sequence[Liveness],
         renew: Callable[[FailureDetector], None],
@@ -319,7 +307,6 @@ class Elastic:
         """Go on with further members, as all have agreed; nothing of this fails.
 
         Args:
-            everyone: all members from now on, in the order of their slots; `processes` knows them.
             joined: world ranks of those that were none before.
             others: liveness of those others that share memory with this process.
             renew: lets all communicators go on with everyone.
@@ -327,13 +314,10 @@ class Elastic:
         peers, detector = self._peers_here(), self._job.failure_detector
         assert detector is not None
         peers.add([peer for peer in others if peer.rank not in peers.others])
-        for _, rank, _ in everyone:
-            entry = self._processes.entries[rank]
-            detector.add(rank, Peer(entry.host, entry.pid, entry.domain))
         renew(detector)
         self._follow(joined=joined)
-        for rank in joined if self._processes.own not in joined else ():
-            self._members().note_joined(rank)
+        for rank in joined if self._members.own not in joined else ():
+            self._agreements().note_joined(rank)
 
     # The script's functions -------------------------------------------------------------------------
 
@@ -344,7 +328,7 @@ class Elastic:
         """
         told = list(self.changes.untold)
         self._call_back(self.changes.tell)
-        if self._first_changes is None and any(self._processes.own in change.joined for change in told):
+        if self._first_changes is None and any(self._members.own in change.joined for change in told):
             self._first_changes = told, self._job.operations()
 
     def add_change_callback(self, callback: Callable[[MembershipChange], object]) -> None:

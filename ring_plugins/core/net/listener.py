@@ -18,10 +18,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor
@@ -51,20 +51,6 @@ _IP_BIND_ADDRESS_NO_PORT = 24
 UNIX = "unix:"
 
 
-class Peer(NamedTuple):
-    """Where a rank listens.
-
-    Attributes:
-        host: its name, for messages.
-        address: numeric, of the network that the job uses; or that of a unix socket.
-        port: of its listener; 0 of a unix socket.
-    """
-
-    host: str
-    address: str
-    port: int
-
-
 class Listener:
     """One rank's listening socket, the connections that came in on it, and those that it makes to others.
 
@@ -73,15 +59,15 @@ class Listener:
         patience: seconds after which a host that does not react counts as unreachable.
 
     Attributes:
-        address, port: as in `Peer`.
-        peers: where the ranks listen that this process knows, by rank.
+        address, port: where it listens.
+        peers: the ranks that this process knows, by rank.
     """
 
     def __init__(self, address: str = "", patience: float = 15.0) -> None:
         self.patience = patience
         self.address, self.port = address, 0
         self._rank, self._secret = 0, b""
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, Member] = {}
         if address == UNIX:
             self.address += f"ring_plugins/{secrets.token_hex(8)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -98,24 +84,22 @@ class Listener:
         self._thread: threading.Thread | None = None
         raise_open_file_limit()
 
-    def open(
-        self, rank: int, peers: Sequence[Peer] | Mapping[int, Peer], secret: str, accepts_all: bool = False
-    ) -> None:
+    def open(self, rank: int, peers: Iterable[Member], secret: str, accepts_all: bool = False) -> None:
         """Begin to accept connections.
 
         Args:
             rank: of this process.
-            peers: in rank order, or by rank.
+            peers: all ranks that may connect.
             secret: of the job.
             accepts_all: whether higher ranks may connect, too, as they do to a process that is to join them.
         """
         self._rank, self._secret = rank, secret.encode()
-        self.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
+        self.peers = {one.rank: one for one in peers}
         acceptor = Acceptor(
             self._secret,
             Purpose.DATA,
             lambda claim: claim.target == rank and (0 <= claim.rank < rank or (accepts_all and claim.rank > rank)),
-            limit=len(peers) + 64,
+            limit=len(self.peers) + 64,
         )
         acceptor.add(self._listener)
         self._thread = HelperThread(self._accept, "ring:listener", (acceptor,))
@@ -156,9 +140,9 @@ class Listener:
         """Of the job, for processes that join it later."""
         return self._secret.decode()
 
-    def add(self, rank: int, peer: Peer) -> None:
-        """From now on, this rank may connect to another one that listens there."""
-        self.peers = {**self.peers, rank: peer}
+    def add(self, peer: Member) -> None:
+        """From now on, this rank may connect to another one."""
+        self.peers = {**self.peers, peer.rank: peer}
 
     def take_accepted(self, tag: int) -> dict[int, socket.socket]:
         """The connections of lower ranks for a tag, by rank; each is returned once."""
@@ -226,7 +210,8 @@ class Listener:
             connected.close()
 
     def _failure(self, peer: int, error: OSError | Disconnected) -> LaunchError | PeerFailed:
-        host, address, port = self.peers[peer]
+        where = self.peers[peer]
+        host, address, port = where.host, where.address, where.port
         if isinstance(error, ConnectionRefusedError):
             return PeerFailed(
                 f"rank {peer} on {host} does not listen on {address}:{port} any more: it has ended, or something "
@@ -276,7 +261,7 @@ class _Attempt:
         has_reached_host: whether TCP's handshake is over.
     """
 
-    def __init__(self, source: str, peer: Peer, secret: bytes, claim: Claim, patience: float) -> None:
+    def __init__(self, source: str, peer: Member, secret: bytes, claim: Claim, patience: float) -> None:
         self._source, self._peer, self._secret, self._claim = source, peer, secret, claim
         self._patience = patience
         self._began = self._dropped_at = self._pause_until = 0.0

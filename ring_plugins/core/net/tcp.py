@@ -27,15 +27,16 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.records import read_each, read_port
 from ring_plugins.core.base.types import Bytes
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 
 #: Arrays handed to the kernel in one call: a header and its data leave together.
 _ARRAYS_PER_CALL = 8
@@ -237,7 +238,7 @@ class TcpTransport:
 
     Args:
         rank: of this process.
-        peers: where every rank listens, in rank order or by rank, this rank included.
+        peers: all ranks, this one included.
         listener: makes and accepts the connections.
 
     Attributes:
@@ -247,17 +248,17 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, rank: int, peers: Sequence[Peer] | Mapping[int, Peer], listener: Listener) -> None:
+    def __init__(self, rank: int, peers: Sequence[Member], listener: Listener) -> None:
         self.rank, self.size = rank, len(peers)
         self.listener = self._listener = listener
-        listener.peers = dict(peers if isinstance(peers, Mapping) else enumerate(peers))
+        listener.peers = {one.rank: one for one in peers}
         self.address = self.peers[rank].address
         self._groups: dict[int, ConnectionGroup] = {}
         self._closed = False
 
     @property
-    def peers(self) -> dict[int, Peer]:
-        """Where the ranks listen, by rank."""
+    def peers(self) -> dict[int, Member]:
+        """The ranks by rank."""
         return self._listener.peers
 
     def connect(self, ranks: Sequence[int], tag: int) -> _ConnectRequest:
@@ -415,7 +416,10 @@ def open_transport(
     try:
         gathered = gather([listener.port, secrets.token_hex(32) if rank == 0 else ""])
         ports, secret = read_each(gathered, lambda item: read_port(item[0])), str(gathered[0][1])
-        peers = [Peer(*where) for where in zip(hosts, addresses, ports, strict=True)]
+        peers = [
+            Member(one, host=host, address=address, port=port)
+            for one, (host, address, port) in enumerate(zip(hosts, addresses, ports, strict=True))
+        ]
         listener.open(rank, peers, secret)
     except BaseException:
         listener.close()

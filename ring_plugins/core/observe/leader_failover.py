@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.control.channel import EVERYONE, Body
 from ring_plugins.core.control.client import ControlClient
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.server import ControlServer
@@ -37,8 +37,8 @@ class LeaderFailover:
     Args:
         client: this rank's end of the control channel.
         stalls: reports this rank's long waits on it.
-        membership: host and process of each rank.
-        mesh: knows the ranks that are left, and where one listens in the place of rank 0.
+        members: of the job.
+        mesh: knows where one of them listens in the place of rank 0.
         addresses: at which other hosts reach this one; empty if there are none.
     """
 
@@ -46,21 +46,20 @@ class LeaderFailover:
         self,
         client: ControlClient,
         stalls: StallWatch,
-        membership: Sequence[Peer],
+        members: Members,
         mesh: Mesh,
         addresses: Sequence[str] = (),
     ) -> None:
         self._client, self._stalls, self._mesh = client, stalls, mesh
-        self._membership, self._addresses = membership, addresses
+        self._members, self._addresses = members, addresses
         self._leader = 0
         self._collector: _Collector | None = None
 
     def tick(self, now: float) -> None:
-        ranks = self._mesh.ranks
-        if (leader := min(ranks)) != self._leader:  # the oldest process, in whatever slot
+        if (leader := min(self._members.ranks)) != self._leader:  # the oldest process, in whatever slot
             self._follow(leader)
         if self._collector is not None:
-            self._collector.tick(ranks, now)
+            self._collector.tick(now)
 
     def close(self) -> None:
         if self._collector is not None:
@@ -73,30 +72,29 @@ class LeaderFailover:
 
     def _follow(self, leader: int) -> None:
         if leader == self._client.rank and self._collector is None:
-            self._collector = _Collector(self._membership, self._addresses)
+            self._collector = _Collector(self._members, self._addresses)
             self._mesh.announce(self._collector.server.address)
         address = self._mesh.announced.get(leader)
         if address is not None:  # it may not have noticed the loss yet
             self._leader = leader
-            is_near = self._membership[leader].domain == self._membership[self._client.rank].domain
-            self._client.reconnect(address, is_near)
+            self._client.reconnect(address, self._members.is_near(leader))
             self._stalls.report_again()
 
 
 class _Collector:
     """What a rank does in the place of rank 0."""
 
-    def __init__(self, membership: Sequence[Peer], addresses: Sequence[str]) -> None:
-        self.server = ControlServer(len(membership), addresses, most=MOST_MEMBERS)
+    def __init__(self, members: Members, addresses: Sequence[str]) -> None:
+        self.server = ControlServer(len(members.known), addresses, most=MOST_MEMBERS)
         for kind in _PASSED_ON:
             self.server.on(kind, self._passing_on(kind))
         self._stalls = StallAggregator(
-            self.server, membership, config.STALL_WARNING.get(), config.STALL_ABORT.get(), logger.warning
+            self.server, members, config.STALL_WARNING.get(), config.STALL_ABORT.get(), logger.warning
         )
-        self._membership, self._lost = membership, list[int]()
+        self._members, self._lost = members, list[int]()
 
-    def tick(self, ranks: Sequence[int], now: float) -> None:
-        lost = [rank for rank in range(len(self._membership)) if rank not in ranks]
+    def tick(self, now: float) -> None:
+        lost = [rank for rank in self._members.known if rank not in self._members.ranks]
         if lost != self._lost:
             self._lost = lost
             self.server.tell(0, "ranks_lost", {"ranks": lost})

@@ -34,7 +34,7 @@ class Observers:
 
     Attributes:
         services: all of them, for the monitor thread.
-        membership: where the ranks are.
+        members: of the job.
         stalls: reports this rank's long waits to rank 0.
         steps: sends this rank's steps to rank 0.
         spans: sends this rank's part of a timeline there.
@@ -55,20 +55,20 @@ class Observers:
         warning = config.STALL_WARNING.get()
         abort = config.STALL_ABORT.get()
         steps.restart()
-        self.membership = membership = failure_detector.membership
+        self.members = members = failure_detector.members
         self.steps = StepReporter(channel, steps)
         self.all_steps: StepAggregator | None = None
         self.timeline: TimelineAggregator | None = None
         self.all_stalls: StallAggregator | None = None
-        self.spans = TimelineReporter(channel, membership[channel.rank].domain == membership[0].domain)
+        self.spans = TimelineReporter(channel, members.is_near(0))
         self.stalls = StallWatch(channel, failure_detector, activities)
         self.services: list[Service] = [self.stalls, self.steps, self.spans]
         if channel.rank == 0:
-            self.all_steps = StepAggregator(channel, membership, logger.warning)
-            self.timeline = TimelineAggregator(channel, membership)
-            self.all_stalls = StallAggregator(channel, membership, warning, abort, logger.warning)
+            self.all_steps = StepAggregator(channel, members, logger.warning)
+            self.timeline = TimelineAggregator(channel, members)
+            self.all_stalls = StallAggregator(channel, members, warning, abort, logger.warning)
             unused = UnusedWatch(
-                len(membership),
+                len(members.known),
                 has_communicated,
                 lambda: failure_detector.failed or failure_detector.failure() is not None,
                 logger.warning,

@@ -26,9 +26,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import LongWait, hindrances, long_waits, waits_of_communicators
 from ring_plugins.core.observe.deadlock import DeadlockFinder
 from ring_plugins.core.observe.stall_report import (
@@ -198,16 +199,16 @@ class StallAggregator:
 
     Args:
         channel: to all ranks.
-        membership: host and process of each rank.
+        members: of the job.
         warning: seconds of waiting from which the user is warned.
         abort: seconds of waiting from which the job is ended, 0 for never.
         warn: prints a report.
     """
 
     def __init__(
-        self, channel: Channel, membership: Sequence[Peer], warning: float, abort: float, warn: Callable[[str], None]
+        self, channel: Channel, members: Members, warning: float, abort: float, warn: Callable[[str], None]
     ) -> None:
-        self._channel, self._membership, self._warn = channel, membership, warn
+        self._channel, self._members, self._warn = channel, members, warn
         self._warning, self._abort = min(warning, abort or warning), abort
         self._waits: dict[tuple[int, int], Waiting] = {}  # by rank and its number of the wait
         self._deadlocks = DeadlockFinder(channel, self._waits)
@@ -285,10 +286,10 @@ class StallAggregator:
         self._inquiry = _Inquiry(number, tuple(asked), {}, {}, now + _ANSWER, now + 2 * _ANSWER)
         for rank in asked:
             self._channel.tell(rank, "request_snapshot", {"inquiry": number})
-            peer = self._membership[rank]
+            peer = self._members.known[rank]
             neighbors = [
                 r
-                for r, p in enumerate(self._membership)
+                for r, p in self._members.known.items()
                 if p.domain == peer.domain and r != rank and r not in self._lost
             ]
             for neighbor in neighbors[:_LOOKING]:
@@ -313,7 +314,7 @@ class StallAggregator:
         self._inquiry = None
         absent = {rank: Absent(inquiry.snapshots.get(rank), inquiry.states.get(rank)) for rank in inquiry.asked}
         step = max(wait.step for wait in stalled)
-        self._warn(stall_report(stalled, absent, self._membership, step, now, self._pause))
+        self._warn(stall_report(stalled, absent, self._members, step, now, self._pause))
         self._has_reported, self._next_report = True, now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if self._must_abort(stalled, now):

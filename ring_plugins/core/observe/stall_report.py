@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.collectives.api import Activity
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.linux import process
 from ring_plugins.core.trace.steps import steps
 
@@ -243,7 +243,7 @@ def without_arrived_gpus(waits: Sequence[Waiting]) -> list[Waiting]:
 def stall_report(
     waits: Sequence[Waiting],
     absent: Mapping[int, Absent],
-    membership: Sequence[Peer],
+    members: Members,
     step: int,
     now: float,
     next_report: float,
@@ -253,7 +253,7 @@ def stall_report(
     Args:
         waits: the waits that last too long, at least one.
         absent: what is known of missing ranks; not of all if there are many.
-        membership: host and process of each rank.
+        members: of the job.
         step: number of steps that the waiting ranks have finished.
         now: on the clock of `Waiting.since`.
         next_report: seconds until the next report.
@@ -279,7 +279,7 @@ def stall_report(
         lines.append(f"  likely a deadlock: {', '.join(pairs)}")
     for rank, found in sorted(absent.items()):
         own = [wait for wait in waits if wait.rank == rank]
-        lines += _absent_lines(rank, membership[rank], found, step, own[0].operation if own else "")
+        lines += _absent_lines(rank, members.known[rank], found, step, own[0].operation if own else "")
     lines.append(f"  Next report in {next_report:.0f} s. RING_STALL_ABORT=seconds would end a stalled job.")
     return "\n".join(lines)
 
@@ -317,7 +317,7 @@ def _for_ranks(missing: Sequence[int]) -> str:
     )
 
 
-def _absent_lines(rank: int, peer: Peer, found: Absent, step: int, waits_in: str) -> list[str]:
+def _absent_lines(rank: int, peer: Member, found: Absent, step: int, waits_in: str) -> list[str]:
     lines = [f"  missing: rank {rank} (process {peer.pid} on {peer.host})"]
     snapshot, state = found
     if snapshot is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.trace.steps import StepClock
 
 #: Jobs of more ranks than this report every other step, or fewer, so that rank 0's work stays the same.
@@ -108,7 +108,7 @@ class StepAggregator:
 
     Args:
         channel: to all ranks.
-        membership: host and process of each rank.
+        members: of the job.
         warn: prints advice, once, if much time is lost.
 
     Attributes:
@@ -116,10 +116,10 @@ class StepAggregator:
         last: number of the last step that all ranks have reported, -1 for none.
     """
 
-    def __init__(self, channel: Channel, membership: Sequence[Peer], warn: Callable[[str], None]) -> None:
+    def __init__(self, channel: Channel, members: Members, warn: Callable[[str], None]) -> None:
         self.total = StepBreakdown.empty(channel.size)
         self.last = -1
-        self._membership, self._warn = membership, warn
+        self._members, self._warn = members, warn
         self._rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(channel.size)]
         self._nbytes = 0
         self._on_gpu = [False] * channel.size
@@ -177,12 +177,12 @@ class StepAggregator:
             self._before_advice = self.total
         elif self.total.steps - self._before_advice.steps >= _STEPS:
             self._has_advised = True
-            text = advice(self.total - self._before_advice, self._membership)
+            text = advice(self.total - self._before_advice, self._members)
             if text:
                 self._warn(text)
 
 
-def advice(breakdown: StepBreakdown, membership: Sequence[Peer]) -> str:
+def advice(breakdown: StepBreakdown, members: Members) -> str:
     """A warning about the largest loss of time in these steps, "" if they lost little."""
     computing, waiting, moving = breakdown.mean
     step = computing + waiting + moving
@@ -190,7 +190,7 @@ def advice(breakdown: StepBreakdown, membership: Sequence[Peer]) -> str:
     if moving > max(_MUCH * step, waiting):
         # moving / factor is a tenth of the step that then remains, whether moving shrinks or the rest grows.
         factor = (1 - _LITTLE) / _LITTLE * moving / (step - moving)
-        between_hosts = len({peer.domain for peer in membership}) > 1
+        between_hosts = members.are_on_several_hosts()
         batch = f"batch {factor:.1f} times as large on each rank"
         means = f"A network {factor:.1f} times as fast, or a {batch}," if between_hosts else f"A {batch}"
         return (
@@ -202,7 +202,7 @@ def advice(breakdown: StepBreakdown, membership: Sequence[Peer]) -> str:
         rank = int(breakdown.slowest.argmax())
         return (
             f"{last} {waiting / step:.0%} of the time ({_ms(waiting)} of {_ms(step)} per step) was spent waiting for "
-            f"the slowest rank. That was rank {rank} on {membership[rank].host} in "
+            f"the slowest rank. That was rank {rank} on {members.known[rank].host} in "
             f"{breakdown.slowest[rank] / breakdown.steps:.0%} of them."
         )
     return ""

@@ -22,15 +22,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic_ns
 from typing import IO, Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.member import Members
 from ring_plugins.core.control.channel import EVERYONE, Body, Channel
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.trace.recorder import Span, recorder
 
@@ -221,11 +221,11 @@ class TimelineAggregator:
 
     Args:
         channel: to all ranks.
-        membership: host and process of each rank.
+        members: of the job.
     """
 
-    def __init__(self, channel: Channel, membership: Sequence[Peer]) -> None:
-        self._channel, self._membership = channel, membership
+    def __init__(self, channel: Channel, members: Members) -> None:
+        self._channel, self._members = channel, members
         self._directory: Path | None = None
         self._file: IO[str] | None = None
         self._origin = 0
@@ -311,7 +311,7 @@ class TimelineAggregator:
         assert self._directory is not None
         self._file = (self._directory / FILE_NAME).open("w")
         lines = [
-            json.dumps(event) for rank, peer in enumerate(self._membership) for event in name_events(rank, peer.host)
+            json.dumps(event) for rank, peer in self._members.known.items() for event in name_events(rank, peer.host)
         ]
         self._file.write("[\n" + ",\n".join(lines))
 

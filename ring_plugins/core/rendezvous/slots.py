@@ -26,15 +26,16 @@ import json
 import os
 import time
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.linux.shared_memory import Address, Segment, publish
+from ring_plugins.core.linux.shared_memory import Segment, publish
 
 #: Bytes of a row, and of the integers of standbys, two for each world rank.
 _ROW, _STANDBYS = 64, 16 * MOST_MEMBERS
@@ -53,17 +54,10 @@ _HAS_COME, _GIVEN = range(2)
 _JSON, _WRITES = 256 * 1024, 2.0
 
 
-class SlotOwner(NamedTuple):
-    """Who has a slot: its world rank, and the address of its liveness segment."""
-
-    slot: int
-    world_rank: int
-    address: Address
-
-    def is_there(self) -> bool:
-        """Whether its process still has that segment."""
-        pid, file, _ = self.address
-        return os.path.exists(f"/proc/{pid}/fd/{file}")
+def is_there(owner: Member) -> bool:
+    """Whether a process still has its liveness segment."""
+    pid, file, _ = owner.liveness or (0, 0, 0)
+    return os.path.exists(f"/proc/{pid}/fd/{file}")
 
 
 class Slots:
@@ -128,13 +122,13 @@ class Slots:
         self._rows[slot, _STATE] = _EMPTY
         self._rows[slot, _HAS_TOLD] = 0
 
-    def take(self, owner: SlotOwner, as_member: bool) -> None:
+    def take(self, owner: Member, as_member: bool) -> None:
         """Say that this process has a slot, and whether it takes part already or waits for that."""
         row = self._rows[owner.slot]
         row[_STATE] = _EMPTY
         publish()
-        row[_WORLD_RANK] = owner.world_rank
-        row[_PID : _NBYTES + 1] = owner.address
+        row[_WORLD_RANK] = owner.rank
+        row[_PID : _NBYTES + 1] = owner.liveness or (0, 0, 0)
         row[_HAD_MEMBER] |= as_member
         row[_HAS_TOLD] = 0
         publish()
@@ -217,11 +211,11 @@ class Slots:
         """Whether a process waits to join. This takes a microsecond."""
         return bool((self._rows[:, _STATE] == _WAITING).any())
 
-    def waiting(self) -> list[SlotOwner]:
+    def waiting(self) -> list[Member]:
         """Those that wait to join."""
         return self._in_state(_WAITING)
 
-    def members(self) -> list[SlotOwner]:
+    def members(self) -> list[Member]:
         """Those that take part, as far as they live."""
         return self._in_state(_MEMBER)
 
@@ -243,13 +237,13 @@ class Slots:
         """The slot that a standby has got, None for none."""
         return int(self._standbys[world_rank, _GIVEN]) - 1 if self._standbys[world_rank, _GIVEN] else None
 
-    def _in_state(self, state: int) -> list[SlotOwner]:
+    def _in_state(self, state: int) -> list[Member]:
         publish()
         found = []
         for slot, row in enumerate(self._rows.tolist()):
             publish()  # another process may have taken the slot since
             if row[_STATE] == state == self._rows[slot, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
-                found.append(SlotOwner(slot, row[_WORLD_RANK], (row[_PID], row[_FILE], row[_NBYTES])))
+                found.append(Member(row[_WORLD_RANK], slot, liveness=(row[_PID], row[_FILE], row[_NBYTES])))
         return found
 
 
@@ -342,25 +336,25 @@ class OwnSlot:
         """Say that this process waits in `init` for the others."""
         self._slots.note(self._slot, _STARTING)
 
-    def take_part(self, world_rank: int, address: Address) -> None:
-        """Say that it is a member of the job; arguments as in `SlotOwner`."""
-        self._slots.take(SlotOwner(self._slot, world_rank, address), as_member=True)
+    def take_part(self, own: Member) -> None:
+        """Say that it is a member of the job."""
+        self._slots.take(own._replace(slot=self._slot), as_member=True)
 
-    def wait_to_join(self, world_rank: int, address: Address) -> None:
-        """Say that it waits to become one; arguments as in `SlotOwner`."""
-        self._slots.take(SlotOwner(self._slot, world_rank, address), as_member=False)
+    def wait_to_join(self, own: Member) -> None:
+        """Say that it waits to become one."""
+        self._slots.take(own._replace(slot=self._slot), as_member=False)
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
         return self._slots.has_waiting() or self._slots.num_remote_joiners > 0
 
-    def waiting(self) -> list[SlotOwner]:
+    def waiting(self) -> list[Member]:
         """Those that do; their slots are numbers of rows."""
-        return [one for one in self._slots.waiting() if one.is_there()]
+        return [one for one in self._slots.waiting() if is_there(one)]
 
-    def members(self) -> list[SlotOwner]:
+    def members(self) -> list[Member]:
         """The members on this host, as far as they live; their slots are numbers of rows."""
-        return [one for one in self._slots.members() if one.is_there()]
+        return [one for one in self._slots.members() if is_there(one)]
 
     def write_join_info(self, join_info: dict[str, Any]) -> None:
         """Write the join info; all ranks of the host write the same, and do so again when others have joined.
@@ -384,9 +378,10 @@ class OwnSlot:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
         return found
 
-    def remote_joiners(self) -> list[dict[str, Any]]:
+    def remote_joiners(self) -> list[Member]:
         """Processes that wait on hosts without members, as their supervisors tell of them."""
-        return list(self._remote_joiners.read() or ()) if self._slots.num_remote_joiners else []
+        found = self._remote_joiners.read() if self._slots.num_remote_joiners else None
+        return [Member.read(one) for one in found or ()]
 
     @property
     def others_let_join(self) -> bool:

@@ -21,9 +21,10 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.records import read_each
 from ring_plugins.core.linux.interfaces import address_towards
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.network_choice import choose, measure, own_interfaces, read_interfaces, unmeasured
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
 from ring_plugins.core.rendezvous import bootstrap
@@ -144,7 +145,7 @@ def wait_outside(record: LaunchRecord, join_info: Mapping[str, Any], world_rank:
     assert record.size is not None
     address = str(join_info["address"])
     listener = Listener(address, min(15.0, config.START_TIMEOUT.get()))
-    own = {world_rank: Peer(socket.gethostname(), address, listener.port)}
+    own = [Member(world_rank, host=socket.gethostname(), address=address, port=listener.port)]
     listener.open(world_rank, own, str(join_info["secret"]), accepts_all=True)
     transport = TcpTransport(world_rank, own, listener)
     return Rendezvous(

@@ -3,22 +3,28 @@
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.member import Cores, Member
 from ring_plugins.core.base.records import read_each, read_port
-from ring_plugins.core.collectives.host import Member
+from ring_plugins.core.collectives.host import _read_offer
 from ring_plugins.core.members.policy import FailurePolicy
-from ring_plugins.core.members.processes import Entry
 from ring_plugins.core.net.network_choice import own_interfaces, read_interfaces
 from ring_plugins.core.net.tcp import open_transport
+from ring_plugins.core.world import _Introduction
 from tests.launch import run_ranks
 
-ENTRY = list(Entry.own(None, None, [], FailurePolicy(False, 0), 0))
+MEMBER = list(Member(0, 0, "host", 4711, "domain", cores=list(Cores("kernel", "container", "0-3,8", None))))
+INTRODUCTION = [MEMBER, None, False, list(FailurePolicy(False, 0)), 0]
 INTERFACES = list(own_interfaces(0))
-MEMBER = [0, "node", [1, 2, 3], 4]
+OFFER = [0, "node", [1, 2, 3], 4]
 GARBAGE = [None, 7, 1.5, "x", "abcdef", [], {}, {"a": 1}, [-1] * 4, [None] * 6, [[]] * 13]
 
 
-def entry(**changed):
-    return list(Entry(*ENTRY)._replace(**changed))
+def member(**changed):
+    return list(Member(*MEMBER)._replace(**changed))
+
+
+def introduction(**changed):
+    return list(_Introduction(*INTRODUCTION)._replace(**changed))
 
 
 def with_interface(address, prefix):
@@ -30,9 +36,15 @@ def with_interface(address, prefix):
     [
         (read_interfaces, INTERFACES, [with_interface("127.0.0.1\n", 8), with_interface("127.0.0.1", 99)]),
         (read_interfaces, INTERFACES, [["0", *INTERFACES[1:]]]),
-        (Member.read, MEMBER, [[0, "node", [1, 2], 4], [0, "node", [1, 2, "3"], 4], [0, None, None, 4]]),
-        (Entry.read, ENTRY, [entry(liveness=[1]), entry(cores="x"), entry(policy=[]), entry(policy=[1])]),
-        (Entry.read, ENTRY, [entry(pid="1"), entry(addresses=[5]), entry(server=[]), entry(quota="1")]),
+        (_read_offer, OFFER, [[0, "node", [1, 2], 4], [0, "node", [1, 2, "3"], 4], [0, None, None, 4]]),
+        (Member.read, MEMBER, [member(liveness=[1]), member(cores="x"), member(pid="1"), member(addresses=[5])]),
+        (Member.read, MEMBER, [member(cores=["k", "c", "x", None]), member(cores=["k", "c", "0", "1"])]),
+        (
+            _Introduction.read,
+            INTRODUCTION,
+            [introduction(policy=[]), introduction(policy=[1])],
+        ),
+        (_Introduction.read, INTRODUCTION, [introduction(member=member(pid="1")), introduction(server=[])]),
         (read_port, 1, [0, -1, 1 << 16, "80"]),
     ],
 )

@@ -10,12 +10,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
-from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 
 _synchronize = SharedMemoryBarrier.synchronize
@@ -96,10 +97,9 @@ class Rank:
     def __init__(self, rank, everyone, gather, over, wires, min_ranks):
         self.rank, self._everyone, self._gather, self._over = rank, everyone, gather, over
         self.peers = LocalPeers(everyone[rank], [one for one in everyone if one.rank != rank])
-        membership = [Peer("host", one.pid, "domain") for one in everyone]
-        self.detector = FailureDetector(rank, membership, self.peers, Silent())
-        ranks = {one.rank: MeshPeer("host", one.pid, "domain", "", 0, one.rank) for one in everyone}
-        self.mesh = Mesh(rank, ranks, wires.of(rank), self.peers, min_ranks, confirms=False)
+        self._members = Members(rank, [Member(one.rank, one.rank, "host", one.pid, "domain") for one in everyone])
+        self.detector = FailureDetector(self._members, self.peers, Silent())
+        self.mesh = Mesh(self._members, wires.of(rank), self.peers, min_ranks, confirms=False)
         self.mesh.connect(Wait("ring", self.detector))
         self.detector.go_on_over(self.mesh)
         self._communicators, self._recovery = [], JobRecovery(self._go_on_without)
@@ -107,7 +107,7 @@ class Rank:
 
     @property
     def view(self):
-        return self.mesh.ranks
+        return self._members.ranks
 
     def communicator(self, name):
         """A new communicator of all ranks."""
@@ -121,7 +121,7 @@ class Rank:
     def _go_on_without(self, wait):
         self.mesh.agree(wait)
         for communicator in self._communicators:
-            communicator.keep(self.view, self.mesh.view)
+            communicator.keep(self.view, self._members.view)
 
     def die(self):
         """Do nothing more."""

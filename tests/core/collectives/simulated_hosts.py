@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.net_group import NetworkGroup
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.tcp import TcpTransport
 
 
@@ -48,7 +49,10 @@ def _job(hosts: Sequence[int]) -> Iterator[tuple[list[Traffic], Everywhere]]:
     """Connectable ranks, `hosts[rank]` being the host of a rank, and a function that calls another on all at once."""
     size = len(hosts)
     listeners = [Listener("127.0.0.1") for _ in range(size)]
-    peers = [Peer(f"host{host}", "127.0.0.1", listeners[rank].port) for rank, host in enumerate(hosts)]
+    peers = [
+        Member(rank, host=f"host{host}", address="127.0.0.1", port=listeners[rank].port)
+        for rank, host in enumerate(hosts)
+    ]
     transports = [Traffic(rank, peers, listener) for rank, listener in enumerate(listeners)]
     with ThreadPoolExecutor(size) as threads:
 

@@ -17,13 +17,13 @@ class Owner:
 
 
 def groups(own, *hosts):
-    members = [Member(rank, host, None, 6 + rank) for rank, host in enumerate(hosts)]
-    return HostGroups("test", own, members, Wait("test", None), None, None, None)
+    members = [Member(rank, node=host) for rank, host in enumerate(hosts)]
+    return HostGroups("test", own, members, 6, Wait("test", None), None, None, None)
 
 
-def test_the_first_members_tag_is_the_key_and_hosts_are_told_apart():
+def test_hosts_are_told_apart():
     one = groups(1, "a", "a", "b")
-    assert (one.key, one.ranks, one.rank, one.is_on_one_host) == (6, (0, 1, 2), 1, False)
+    assert (one.ranks, one.rank, one.is_on_one_host) == ((0, 1, 2), 1, False)
     assert groups(0, "a", "a").is_on_one_host
 
 

@@ -10,10 +10,11 @@ import pytest
 from ring_plugins.core.arrays.codec import IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, PeerLeft
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.tcp import TcpTransport
 from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
@@ -182,7 +183,7 @@ def test_what_a_rank_sent_before_it_left_arrives_however_slowly():
 
     sent = (np.arange(200_000) % 251).astype(np.uint8)
     listeners = [Listener("127.0.0.1") for _ in range(2)]
-    peers = [Peer("host", "127.0.0.1", listener.port) for listener in listeners]
+    peers = [Member(rank, host="host", address="127.0.0.1", port=one.port) for rank, one in enumerate(listeners)]
     for rank, listener in enumerate(listeners):
         listener.open(rank, peers, "a secret")
     sender, receiver = [TcpTransport(rank, peers, listener) for rank, listener in enumerate(listeners)]

@@ -5,12 +5,13 @@ import errno
 import pytest
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import failure_detector as module
 from ring_plugins.core.control.channel import EVERYONE
-from ring_plugins.core.control.failure_detector import FailureDetector, Peer
+from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.net.auth import Disconnected
 
-MEMBERS = [Peer(f"host{rank}", 100 + rank, f"domain{rank}") for rank in range(3)]
+MEMBERS = [Member(rank, rank, f"host{rank}", 100 + rank, f"domain{rank}") for rank in range(3)]
 
 
 class FakeChannel:
@@ -31,7 +32,7 @@ class FakeChannel:
 
 def detector(rank):
     channel = FakeChannel()
-    return FailureDetector(rank, MEMBERS, None, channel), channel
+    return FailureDetector(Members(rank, MEMBERS), None, channel), channel
 
 
 def test_a_failure_is_reported_once_with_its_place_in_the_code():

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import LocalPeers
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from tests.core.collectives.mortal_ranks import Silent
 
 
@@ -23,14 +24,13 @@ from tests.core.collectives.mortal_ranks import Silent
 def meshes():
     """Of four ranks, each as if on a host of its own."""
     listeners = [Listener("127.0.0.1") for _ in range(4)]
-    peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
+    peers = [
+        Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", address="127.0.0.1", port=listener.port)
+        for rank, listener in enumerate(listeners)
+    ]
     for rank, listener in enumerate(listeners):
         listener.open(rank, peers, "a secret")
-    ranks = {
-        rank: MeshPeer(peer.host, 100 + rank, peer.host, peer.address, peer.port, rank)
-        for rank, peer in enumerate(peers)
-    }
-    made = [Mesh(rank, ranks, listener, None, 2) for rank, listener in enumerate(listeners)]
+    made = [Mesh(Members(rank, peers), listener, None, 2) for rank, listener in enumerate(listeners)]
     at_once([lambda mesh=mesh: mesh.connect(Wait("ring", None)) for mesh in made])
     yield list(zip(made, listeners, strict=True))
     for mesh, listener in zip(made, listeners, strict=True):
@@ -85,8 +85,8 @@ def test_all_notice_a_death_and_go_on_until_too_few_are_left(meshes):
     assert "rank 0 (process 100 on host0) died" in str(left[0][0].members_lost())
     left[1][0].committed = 1  # one of them has the confirmation that the others wait for
     assert agreed(left) == [None, [0], None]
-    assert [(mesh.ranks, mesh.committed, mesh.view) for mesh, _ in left] == [
-        ((1, 2, 3), 1, 0), ((1, 2, 3), 1, 1), ((1, 2, 3), 1, 0)
+    assert [(mesh.members.ranks, mesh.committed, mesh.members.view) for mesh, _ in left] == [
+        ((0, 1, 2, 3), 1, 0), ((1, 2, 3), 1, 1), ((0, 1, 2, 3), 1, 0)
     ]  # fmt: skip
     assert [mesh.agree(Wait("ring", None)) for mesh, _ in (left[0], left[2])] == [[0], [0]]  # in the next operation
     assert not any(mesh.interrupts() for mesh, _ in left)
@@ -126,7 +126,7 @@ def test_several_deaths_on_a_host_are_seen_at_once(meshes):
         mesh._look_at_ended()
     assert agreed(meshes[2:]) == [[0, 1], [0, 1]]
     assert mesh._thread.is_alive()
-    assert [one.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
+    assert [one.members.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
 
 
 def test_a_rank_that_leaves_is_not_lost(meshes):
@@ -173,7 +173,7 @@ def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
 def put_on_one_host(meshes, *ranks):
     for mesh, _ in meshes:
         for rank in ranks:
-            mesh.peers[rank] = mesh.peers[rank]._replace(domain="one host")
+            mesh.members.add([mesh.members.known[rank]._replace(domain="one host")])
 
 
 def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_connections_has_ended(meshes):
@@ -201,7 +201,7 @@ def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
 
 
 def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(meshes):
-    detectors = [FailureDetector(mesh.rank, [], None, Silent()) for mesh, _ in meshes]
+    detectors = [FailureDetector(mesh.members, None, Silent()) for mesh, _ in meshes]
     for detector, (mesh, _) in zip(detectors, meshes, strict=True):
         detector.go_on_over(mesh)
     with meshes[0][0]._lock:

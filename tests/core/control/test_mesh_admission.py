@@ -9,8 +9,9 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import mesh_admission
-from ring_plugins.core.control.mesh import Mesh, MeshPeer
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import (
     CALL,
     OFFERS,
@@ -21,33 +22,33 @@ from ring_plugins.core.control.mesh_admission import (
     begin_together,
 )
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from tests.core.collectives.mortal_ranks import Mortal
 from tests.core.control.test_mesh import agreed, at_once, kill, meshes, until
 
 __all__ = ["meshes"]
-#: The joiner takes the slot of a rank that came after rank 1.
-NEW, SLOT = 9, 1.5
+#: The job grows by the joiner.
+NEW, SLOT = 9, 4
 
 
 @pytest.fixture
 def joiner():
     listener = Listener("127.0.0.1")
-    peer = Peer("host9", "127.0.0.1", listener.port)
-    listener.open(NEW, {NEW: peer}, "a secret", accepts_all=True)
-    yield Candidate(NEW, listener), listener, MeshPeer("host9", 109, "host9", peer.address, peer.port, SLOT)
+    peer = Member(NEW, SLOT, "host9", 109, "host9", address="127.0.0.1", port=listener.port)
+    listener.open(NEW, [peer], "a secret", accepts_all=True)
+    yield Candidate(NEW, listener), listener, peer
     listener.close()
 
 
 def admit(mesh, listener, joiner, at=lambda rank, number: None):
     """A member's part, as core/joining/join.py has it; `at` a round it may raise `NotAdmitted`."""
     peer = joiner[2]
-    listener.add(NEW, Peer(peer.host, peer.address, peer.port))
-    admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.view + 1, Wait("ring", None)), [], {}
+    listener.add(peer)
+    admission, joining, told = MeshAdmission(mesh, NEW, 0, mesh.members.view + 1, Wait("ring", None)), [], {}
     try:
-        with mesh.admitting(NEW, peer):
+        with mesh.admitting(peer):
             at(mesh.rank, CALL)
-            admission.call(listener, {"members": list(mesh.ranks)})
+            admission.call(listener, {"members": list(mesh.members.ranks)})
             at(mesh.rank, OFFERS)
             told = admission.gather(OFFERS, {"from": mesh.rank})
             at(mesh.rank, READY)
@@ -79,8 +80,10 @@ def join(joiner, at=lambda rank, number: None):
     except NotAdmitted:
         candidate.withdraw(view)
         return None
-    peers = {rank: MeshPeer(f"host{rank}", 100 + rank, f"host{rank}", "127.0.0.1", 1, rank) for rank in members}
-    mesh = Mesh(NEW, {**peers, NEW: own}, listener, None, 2, view, decision.committed)
+    peers = [Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", address="127.0.0.1") for rank in members]
+    known = Members(NEW, [*peers, own])
+    known.follow(known.in_order(decision.members), view)
+    mesh = Mesh(known, listener, None, 2, decision.committed)
     mesh.go_on_from(candidate.connections, candidate.backlog, decision)
     return mesh
 
@@ -106,11 +109,13 @@ def test_a_process_joins_and_takes_part_in_the_next_agreement(meshes, joiner):
     *found, mesh = attempt(meshes, joiner)
     assert found == [[0, 1, 2, 3, NEW]] * 4
     everyone = [*meshes, (mesh, joiner[1])]
-    assert [(one.ranks, one.view, one.committed) for one, _ in everyone] == [((0, 1, NEW, 2, 3), 1, 7)] * 5
+    assert [(one.members.ranks, one.members.view, one.committed) for one, _ in everyone] == [
+        ((0, 1, 2, 3, NEW), 1, 7)
+    ] * 5
     kill(*meshes[0])
     left = everyone[1:]
     assert all(until(one.interrupts) for one, _ in left)
-    assert agreed(left) == [[0]] * 4 and mesh.ranks == (1, NEW, 2, 3)
+    assert agreed(left) == [[0]] * 4 and mesh.members.ranks == (1, 2, 3, NEW)
     mesh.close()
 
 
@@ -130,9 +135,9 @@ def test_nobody_joins_if_one_cannot_and_then_another_attempt_may(meshes, joiner,
             raise NotAdmitted("no memory")
 
     assert attempt(meshes, joiner, fails) == [None] * 5
-    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
+    assert [(mesh.members.ranks, mesh.members.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
     *found, mesh = attempt(meshes, joiner)
-    assert found == [[0, 1, 2, 3, NEW]] * 4 and mesh.view == 2
+    assert found == [[0, 1, 2, 3, NEW]] * 4 and mesh.members.view == 2
     mesh.close()
 
 
@@ -145,7 +150,7 @@ def test_if_a_member_dies_nobody_joins_and_it_is_lost(meshes, joiner, number):
 
     error, *found = attempt(meshes, joiner, dies)
     assert isinstance(error, PeerFailed) and found == [None] * 4
-    assert all(until(lambda mesh=mesh: mesh.ranks == (1, 2, 3)) for mesh, _ in meshes[1:])
+    assert all(until(lambda mesh=mesh: mesh.members.ranks == (1, 2, 3)) for mesh, _ in meshes[1:])
     assert not any(mesh.interrupts() for mesh, _ in meshes[1:])
 
 
@@ -163,10 +168,11 @@ def test_members_wait_for_a_joiner_that_does_not_answer_for_some_time_only(meshe
 
     seen = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        joiner = None, None, MeshPeer(host, 109, host, *silent.getsockname(), SLOT)
+        address, port = silent.getsockname()
+        joiner = None, None, Member(NEW, SLOT, host, 109, host, address=address, port=port)
         found = at_once([*(lambda one=one: admit(*one, joiner) for one in meshes[:3]), is_told])
     assert found == [None, None, None, []] and seen[0] >= seconds
-    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
+    assert [(mesh.members.ranks, mesh.members.view) for mesh, _ in meshes] == [((0, 1, 2, 3), 1)] * 4
 
 
 def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_the_decision(meshes, joiner):
@@ -176,14 +182,14 @@ def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_th
 
     def tell_members(kind, body):
         if kind == "admission" and body.get("round") == READY:
-            for rank in mesh.ranks:
+            for rank in mesh.members.ranks:
                 mesh.tell(rank, kind, body)
         else:
             tell_all(kind, body)
 
     mesh.tell_all = tell_members
     *found, joined = attempt(meshes, joiner)
-    assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.ranks == (0, 1, NEW, 2, 3)
+    assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.members.ranks == (0, 1, 2, 3, NEW)
     joined.close()
 
 
@@ -196,7 +202,7 @@ def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, j
         assert attempt(meshes, joiner) == [None] * 5
         attempts += 1
     assert candidate.is_lost
-    assert [(mesh.ranks, mesh.view) for mesh, _ in meshes] == [((0, 1, 2, 3), attempts)] * 4
+    assert [(mesh.members.ranks, mesh.members.view) for mesh, _ in meshes] == [((0, 1, 2, 3), attempts)] * 4
 
 
 def test_one_that_has_joined_and_does_not_go_on_is_killed(monkeypatch):

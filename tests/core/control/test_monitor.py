@@ -5,8 +5,8 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import monitor as module
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.control.monitor import MonitorThread
 
 
@@ -25,7 +25,7 @@ class FakeChannel:
 
 
 class FakeDetector:
-    membership = (Peer("a", 0, "a"), Peer("a", 0, "a"))
+    members = Members(1, [Member(rank, rank, "a", 0, "a") for rank in range(2)])
     rank, aborted, failed = 1, False, False
 
     def __init__(self, error=None):
@@ -121,7 +121,7 @@ def test_a_script_that_takes_too_long_to_say_that_rank_0_is_gone_is_ended_with_t
     told, run, monkeypatch, caplog
 ):
     monkeypatch.setattr(module.logger, "propagate", True)
-    monkeypatch.setattr(module.os, "getppid", lambda: FakeDetector.membership[0].pid)
+    monkeypatch.setattr(module.os, "getppid", lambda: FakeDetector.members.known[0].pid)
     detector = FakeDetector(PeerFailed("rank 0 died", 0))
     detector.aborted, detector.failed = True, told
     monitor = MonitorThread(detector, FakeChannel(), True, lambda status: None, lambda failure: 1)

@@ -3,26 +3,28 @@
 import socket
 from types import SimpleNamespace
 
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control.tcp_liveness import TcpConnection, TcpLiveness, retransmissions
 
 CONNECTION = TcpConnection(("10.0.0.1", 5), ("10.0.0.2", 7))
-ADDRESSES = [["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"], ["10.0.0.2"]]
+ADDRESSES = [("10.0.0.1", "172.17.0.1"), ("10.0.0.2", "172.17.0.1"), ("10.0.0.2",)]
 
 
 class Detector:
     rank = 0
 
-    def __init__(self, mesh=None):
+    def __init__(self, mesh=None, ports=(0, 0, 0)):
         self.lost, self.mesh = [], mesh
+        self.members = Members(0, [Member(r, r, port=ports[r], addresses=ADDRESSES[r]) for r in range(3)])
 
     def lose_network(self, rank, how):
         self.lost.append((rank, how))
 
 
-def look_on(looks, connection=CONNECTION, mesh=None):
+def look_on(looks, connection=CONNECTION, mesh=None, ports=(0, 0, 0)):
     """What is reported after each check, one per second; a look is the kernel's count of retransmissions."""
-    detector, left = Detector(mesh), list(looks)
-    liveness = TcpLiveness(detector, ADDRESSES, lambda: {connection: left.pop(0)})
+    detector, left = Detector(mesh, ports), list(looks)
+    liveness = TcpLiveness(detector, lambda: {connection: left.pop(0)})
     lost = []
     for second in range(len(looks)):
         liveness.tick(1.001 * second)
@@ -47,10 +49,9 @@ def test_other_connections_of_the_process_do_not_count():
 
 
 def test_nor_do_those_to_other_programs_on_a_ranks_host_if_the_job_goes_on_without_lost_ranks():
-    mesh = SimpleNamespace(rank=0, peers={0: SimpleNamespace(port=5), 1: SimpleNamespace(port=7)})
     for local, remote, is_of_the_job in ((40_000, 7, True), (5, 40_000, True), (40_000, 5432, False)):
         connection = TcpConnection(("10.0.0.1", local), ("10.0.0.2", remote))
-        assert bool(look_on([9] * 10, connection, mesh)[1]) == is_of_the_job
+        assert bool(look_on([9] * 10, connection, object(), (5, 7, 0))[1]) == is_of_the_job
         assert look_on([9] * 10, connection)[1]
 
 

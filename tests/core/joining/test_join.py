@@ -10,12 +10,13 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh_admission import NotAdmitted
 from ring_plugins.core.joining import join as joining
 from ring_plugins.core.rendezvous.slots import OwnSlot
 
-JOINER = (9, 1, (4711, 5, 100), "node", "host1", 4711, "host1", "127.0.0.1", 1)
+JOINER = Member(9, 1, "host1", 4711, "host1", "node", "127.0.0.1", 1, (4711, 5, 100))
 
 
 @pytest.mark.parametrize(("waiting", "where"), [([], []), ([JOINER], ["here"])])
@@ -26,10 +27,10 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     elastic = SimpleNamespace(
         mesh=SimpleNamespace(pending=[2]), pending=frozenset(), agree_on_members=lambda: found.append("here")
     )
-    processes = SimpleNamespace(shards=3, taken_slots={0, 2})
+    members = SimpleNamespace(shards=3, taken_slots={0, 2})
     peers = SimpleNamespace(own=Liveness.create(0))
     communicator = SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting, []])
-    world = SimpleNamespace(elastic=elastic, processes=processes, communicator=communicator, local_peers=peers)
+    world = SimpleNamespace(elastic=elastic, members=members, communicator=communicator, local_peers=peers)
     monkeypatch.setattr(joining, "current", lambda: world)
     assert joining.admit("here", lost=True, added=False) == ()
     assert found == where
@@ -42,7 +43,7 @@ def test_one_that_has_just_joined_and_is_alone_lets_another_join_and_then_hears_
     monkeypatch.setattr(joining, "_admit_one", lambda world, joiner, _: not world.world_ranks.append(joiner.rank))
     world: Any = SimpleNamespace(
         elastic=SimpleNamespace(mesh=SimpleNamespace(pending=None), pending=frozenset()),
-        processes=SimpleNamespace(shards=3, taken_slots={2}),
+        members=SimpleNamespace(shards=3, taken_slots={2}),
         communicator=SimpleNamespace(all_gather_object=lambda own, purpose: [own, waiting.pop()]),
         local_peers=SimpleNamespace(own=Liveness.create(0)),
         world_rank=8,
@@ -64,10 +65,10 @@ def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch
     world = SimpleNamespace(
         world_rank=9,
         shard=(1, 3),
-        own_slot=SimpleNamespace(wait_to_join=lambda rank, address: None),
+        own_slot=SimpleNamespace(wait_to_join=lambda own: None),
         listener=SimpleNamespace(address="127.0.0.1", port=1),
         local_peers=SimpleNamespace(own=SimpleNamespace(address=(1, 2, 3), announce=lambda text: None)),
-        processes=SimpleNamespace(entries={9: SimpleNamespace(host="host1", domain="host1")}),
+        members=SimpleNamespace(here=JOINER),
     )
     monkeypatch.setattr(joining, "current", lambda: world)
     with pytest.raises(PeerFailed, match=r"this process \(process \d+ on host1\).* for 6 s, and count it"):
@@ -88,7 +89,7 @@ def test_it_says_what_it_waits_for_and_waits_until_no_member_is_left(monkeypatch
     monkeypatch.setattr(progress_line.logger, "info", said.append)
     memory, member = np.zeros(OwnSlot.nbytes(2), np.uint8), Liveness.create(0)
     monkeypatch.setattr(Liveness, "has_died", lambda one: False)  # this process has the lock
-    OwnSlot(memory, 0, has_supervisor=False).take_part(0, member.address)
+    OwnSlot(memory, 0, has_supervisor=False).take_part(Member(0, liveness=member.address))
     world: Any = SimpleNamespace(
         own_slot=OwnSlot(memory, 1, has_supervisor=False), elastic=SimpleNamespace(is_added=False), shard=(1, 2)
     )

@@ -9,10 +9,15 @@ import time
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.net import acceptor
 from ring_plugins.core.net import listener as listener_module
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
-from ring_plugins.core.net.listener import UNIX, Listener, Peer
+from ring_plugins.core.net.listener import UNIX, Listener
+
+
+def _peer(rank, host, port):
+    return Member(rank, host=host, address="127.0.0.1", port=port)
 
 
 @pytest.fixture
@@ -23,7 +28,10 @@ def job():
     def make(count, secrets=None, patience=5.0):
         listeners = [Listener("127.0.0.1", patience) for _ in range(count)]
         made.extend(listeners)
-        peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
+        peers = [
+            Member(rank, host=f"host{rank}", address="127.0.0.1", port=listener.port)
+            for rank, listener in enumerate(listeners)
+        ]
         for rank, listener in enumerate(listeners):
             listener.open(rank, peers, secrets[rank] if secrets else "a secret")
         return listeners
@@ -115,7 +123,7 @@ def test_a_connection_that_was_dropped_before_the_answer_is_made_again():
     """A rank drops the oldest connections if too many are unauthenticated."""
     with socket.create_server(("127.0.0.1", 0)) as far:
         low = Listener("127.0.0.1")
-        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        low.open(0, [_peer(0, "a", low.port), _peer(1, "b", far.getsockname()[1])], "a secret")
         for _ in range(2):
             end = time.monotonic() + 60
             while not select.select([far], [], [], 0.001)[0] and time.monotonic() < end:
@@ -129,7 +137,7 @@ def test_a_proxy_that_never_lets_anyone_through_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as far:
         far.settimeout(0.02)
         low = Listener("127.0.0.1", patience=0.2)
-        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        low.open(0, [_peer(0, "a", low.port), _peer(1, "b", far.getsockname()[1])], "a secret")
 
         def try_for_long():
             for _ in range(1000):
@@ -148,7 +156,7 @@ def test_a_rank_that_is_held_up_again_and_again_is_no_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as far:
         far.settimeout(60)
         low = Listener("127.0.0.1", patience=0.05)
-        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        low.open(0, [_peer(0, "a", low.port), _peer(1, "b", far.getsockname()[1])], "a secret")
         for _ in range(3):
             end = time.monotonic() + 60
             while not select.select([far], [], [], 0)[0] and time.monotonic() < end:
@@ -164,7 +172,7 @@ def test_a_rank_that_holds_the_interpreters_lock_is_waited_for():
     """Its kernel accepts the connection, and its process cannot answer. RING_TIMEOUT bounds that, not our patience."""
     with socket.create_server(("127.0.0.1", 0)) as far:
         low = Listener("127.0.0.1", patience=60)
-        low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", far.getsockname()[1])], "a secret")
+        low.open(0, [_peer(0, "a", low.port), _peer(1, "b", far.getsockname()[1])], "a secret")
         while (1, 0) not in low._attempts or not low._attempts[1, 0].has_reached_host:
             assert low.connection(1, 0) is None
         low._attempts[1, 0]._patience = 0.0
@@ -225,7 +233,7 @@ def test_closing_leaves_no_thread_and_no_port(job):
 
 def test_an_unreachable_host_is_named_even_if_the_start_times_out_first(monkeypatch):
     low = Listener("127.0.0.1", patience=30)
-    low.open(0, [Peer("a", "127.0.0.1", low.port), Peer("b", "127.0.0.1", 9)], "a secret")
+    low.open(0, [_peer(0, "a", low.port), _peer(1, "b", 9)], "a secret")
     monkeypatch.setattr(listener_module._Attempt, "_connects", lambda self, connecting: False)
     assert low.connection(1, 0) is None
     with pytest.raises(LaunchError, match=r"rank 0 on a cannot reach rank 1 on b at 127.0.0.1:9: no answer in 30 s"):
@@ -235,7 +243,7 @@ def test_an_unreachable_host_is_named_even_if_the_start_times_out_first(monkeypa
 
 def test_ranks_of_one_host_are_connected_without_a_port():
     listeners = [Listener(UNIX) for _ in range(2)]
-    peers = [Peer("here", listener.address, listener.port) for listener in listeners]
+    peers = [Member(rank, host="here", address=one.address, port=one.port) for rank, one in enumerate(listeners)]
     try:
         for rank, listener in enumerate(listeners):
             listener.open(rank, peers, "a secret")
@@ -257,7 +265,9 @@ def test_ranks_of_one_host_are_connected_without_a_port():
 def test_a_unix_socket_of_another_user_counts_for_nobody(monkeypatch):
     ours, theirs = Listener(UNIX, patience=0.2), Listener(UNIX)
     try:
-        ours.open(0, [Peer("here", one.address, 0) for one in (ours, theirs)], "a secret")
+        ours.open(
+            0, [Member(rank, host="here", address=one.address) for rank, one in enumerate((ours, theirs))], "a secret"
+        )
         monkeypatch.setattr(listener_module, "is_same_unix_user", lambda connected: False)
         with pytest.raises(LaunchError, match="another user's process listens there"):
             ask(ours, 1, 3)

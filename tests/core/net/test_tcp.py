@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.net import tcp
-from ring_plugins.core.net.listener import Listener, Peer
+from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.tcp import TcpTransport
 
 
@@ -17,7 +18,10 @@ from ring_plugins.core.net.tcp import TcpTransport
 def transports(size):
     """One transport for each rank, all in this process."""
     listeners = [Listener("127.0.0.1") for _ in range(size)]
-    peers = [Peer(f"host{rank}", "127.0.0.1", listener.port) for rank, listener in enumerate(listeners)]
+    peers = [
+        Member(rank, host=f"host{rank}", address="127.0.0.1", port=listener.port)
+        for rank, listener in enumerate(listeners)
+    ]
     for rank, listener in enumerate(listeners):
         listener.open(rank, peers, "ab" * 32)
     made = [TcpTransport(rank, peers, listener) for rank, listener in enumerate(listeners)]
@@ -101,7 +105,9 @@ def test_a_peer_that_closes_in_the_middle_is_named_but_its_data_is_read_first():
 def test_a_host_that_is_lost_before_a_connection_to_it_is_made_is_a_lost_peer():
     """The waits can then go on without it. Without that, the job would end as at a start."""
     with transports(2) as (one, _):
-        one.listener.add(1, Peer("host1", "192.0.2.1", 1))  # to which nothing leads from the loopback interface
+        one.listener.add(
+            Member(1, host="host1", address="192.0.2.1", port=1)
+        )  # to which nothing leads from the loopback interface
         with pytest.raises(PeerFailed, match="rank 0 on host0 cannot reach rank 1 on host1") as error:
             finish(one.exchange([(1, data(5, 0))], [], tag=1))
     assert error.value.rank == 1

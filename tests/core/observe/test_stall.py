@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control.wait import LongWait, Wait, long_waits
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from tests.core.observe.fakes import FakeChannel
@@ -132,12 +132,12 @@ def test_a_slow_operation_is_no_deadlock_and_two_communicators_of_one_name_can_h
 
 # In process -------------------------------------------------------------------------------------------
 
-PEERS = [Peer("a", 100 + rank, "a") for rank in range(3)]
+MEMBERS = Members(0, [Member(rank, rank, "a", 100 + rank, "a") for rank in range(3)])
 
 
 def aggregator(warning=30.0, abort=0.0):
     channel, said = FakeChannel(size=3), []
-    return channel, StallAggregator(channel, PEERS, warning, abort, said.append), said
+    return channel, StallAggregator(channel, MEMBERS, warning, abort, said.append), said
 
 
 def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3, why=""):

@@ -2,8 +2,8 @@
 
 import os
 
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.collectives.api import Activity
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.observe.stall_report import (
     Absent,
     Waiting,
@@ -14,7 +14,7 @@ from ring_plugins.core.observe.stall_report import (
     without_arrived_gpus,
 )
 
-PEERS = [Peer(f"host{rank // 2}", 100 + rank, f"host{rank // 2}") for rank in range(4)]
+MEMBERS = Members(0, [Member(rank, rank, f"host{rank // 2}", 100 + rank, f"host{rank // 2}") for rank in range(4)])
 
 
 def wait(rank, missing, what="ring: barrier()", part_of=""):
@@ -31,7 +31,7 @@ def test_a_report_names_the_bucket_and_stops_at_the_packages_own_frames():
         {**snapshot(), "stack": [*stack, ["/x/ring_plugins/core/inner.py", 1, "deep", ""]]}, {"state": "S", "text": ""}
     )
     waits = [wait(0, (3,), "gradients: all_reduce(8 x float32, average) between hosts", "bucket 1 of 2 (w … b)")]
-    text = stall_report(waits, {3: found}, PEERS, 5, 50.0, 30.0)
+    text = stall_report(waits, {3: found}, MEMBERS, 5, 50.0, 30.0)
     assert "stalled for 40 s" in text
     assert "in gradients: all_reduce(8 x float32, average), part of bucket 1 of 2 (w … b), for rank 3" in text
     assert "missing: rank 3 (process 103 on host1)" in text
@@ -48,15 +48,15 @@ def test_gpus_wait_only_for_gpus_that_have_not_arrived():
     found = without_arrived_gpus([on_gpu(0, 7), on_gpu(1, 7), on_gpu(3, 6), wait(2, (0, 1, 3))])
     assert [waiting.missing for waiting in found] == [(2, 3), (2, 3), (2,), (0, 1, 3)]
     all_arrived = without_arrived_gpus([on_gpu(rank, 7) for rank in range(4)])
-    text = stall_report(all_arrived, {}, PEERS, 5, 50.0, 30.0)
+    text = stall_report(all_arrived, {}, MEMBERS, 5, 50.0, 30.0)
     assert "ranks 0, 1, 2, 3 have been waiting since 12:00:00 in gradients: all_reduce on the GPU, part of" in text
     assert "which all ranks have reached: NCCL makes no progress" in text
 
 
 def test_many_ranks_are_counted():
     waits = [wait(rank, (0,)) for rank in range(1, 300)]
-    membership = [Peer("h", rank, "h") for rank in range(300)]
-    text = stall_report(waits, {0: Absent(None, None)}, membership, 0, 50.0, 30.0)
+    members = Members(0, [Member(rank, rank, "h", rank, "h") for rank in range(300)])
+    text = stall_report(waits, {0: Absent(None, None)}, members, 0, 50.0, 30.0)
     assert "and 291 more have been waiting since" in text
     assert len(text) < 1000
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.control.failure_detector import Peer
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.observe.step_breakdown import StepAggregator, StepBreakdown, StepReporter, advice
 from ring_plugins.core.trace.steps import StepClock
 from tests.core.observe.fakes import FakeChannel
@@ -14,8 +14,8 @@ def breakdown(computing, waiting, moving, steps=100, slowest=(5, 95), nbytes=25e
     return StepBreakdown(steps, rows, np.array(slowest), nbytes)
 
 
-ONE_HOST = [Peer("a", 1, "a"), Peer("a", 2, "a")]
-TWO_HOSTS = [Peer("a", 1, "a"), Peer("b", 2, "b")]
+ONE_HOST = Members(0, [Member(0, 0, "a", 1, "a"), Member(1, 1, "a", 2, "a")])
+TWO_HOSTS = Members(0, [Member(0, 0, "a", 1, "a"), Member(1, 1, "b", 2, "b")])
 
 
 def test_advice_has_numbers_and_is_given_only_where_much_is_lost():
@@ -36,9 +36,9 @@ def rows(first, last, waiting, moving=10):
     return {"rows": [(number, 1000, waiting, moving) for number in range(first, last)], "nbytes": 8}
 
 
-def aggregator(peers):
-    channel, said = FakeChannel(size=len(peers)), []
-    return channel, StepAggregator(channel, peers, said.append), said
+def aggregator(members):
+    channel, said = FakeChannel(size=len(members.known)), []
+    return channel, StepAggregator(channel, members, said.append), said
 
 
 def test_advice_names_the_larger_loss():
@@ -66,7 +66,7 @@ def test_gpus_that_wait_longer_than_the_last_one_wait_for_it():
 
 
 def test_only_steps_that_all_ranks_reported_are_counted():
-    channel, steps, _ = aggregator([*TWO_HOSTS, Peer("c", 3, "c")])
+    channel, steps, _ = aggregator(Members(0, [*TWO_HOSTS.known.values(), Member(2, 2, "c", 3, "c")]))
     channel.receive(0, "report_steps", rows(0, 200, 50))
     channel.receive(1, "report_steps", rows(0, 150, 5))
     steps.tick(0.0)

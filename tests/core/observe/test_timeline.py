@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import pytest
 
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import ControlClient, ControlServer
-from ring_plugins.core.control.failure_detector import Peer
 from ring_plugins.core.observe import timeline
 from ring_plugins.core.observe.timeline import ClockOffset, TimelineAggregator, TimelineReporter
 from ring_plugins.core.trace.recorder import recorder
@@ -140,7 +140,7 @@ def test_a_timeline_holds_what_a_rank_did_before_it_died(tmp_path):
 def test_a_large_timeline_begins_a_new_file_and_stays_readable(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "_LARGEST", 20_000)
     channel = FakeChannel(size=1)
-    aggregator = TimelineAggregator(channel, [Peer("here", 1, "")])
+    aggregator = TimelineAggregator(channel, Members(0, [Member(0, 0, "here", 1)]))
     aggregator.start(tmp_path)
     for i in range(500):
         channel.receive(0, "report_spans", {"rows": [["step", f"step {i}", i * 1000, i * 1000 + 500, {}]]})
@@ -156,7 +156,7 @@ def test_a_large_timeline_begins_a_new_file_and_stays_readable(tmp_path, monkeyp
 def test_the_end_waits_for_ranks_that_are_still_connected(tmp_path):
     channel = FakeChannel(size=3)
     channel.connected = [1, 2]
-    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(3)])
+    aggregator = TimelineAggregator(channel, Members(0, [Member(rank, rank, "here", rank) for rank in range(3)]))
     aggregator.start(tmp_path)
     aggregator.stop()
     for rank in (0, 1):
@@ -170,7 +170,7 @@ def test_rank_0_waits_at_the_end_for_ranks_that_have_not_even_connected(tmp_path
     """A short script is over before the monitor threads of the others have connected to rank 0's."""
     channel = FakeChannel(size=3)
     channel.connected = [1]
-    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(3)])
+    aggregator = TimelineAggregator(channel, Members(0, [Member(rank, rank, "here", rank) for rank in range(3)]))
     aggregator.start(tmp_path)
     aggregator._note_joined(1)
     arriving = [
@@ -191,7 +191,7 @@ def test_rank_0_waits_at_the_end_for_ranks_that_have_not_even_connected(tmp_path
 def test_a_timeline_is_closed_while_spans_still_arrive(tmp_path):
     """`Timeline.stop` gives up on a rank that is stopped; its spans then arrive on the monitor thread."""
     channel = FakeChannel(size=2)
-    aggregator = TimelineAggregator(channel, [Peer("here", rank, "") for rank in range(2)])
+    aggregator = TimelineAggregator(channel, Members(0, [Member(rank, rank, "here", rank) for rank in range(2)]))
     is_over, failed = threading.Event(), []
 
     def send():

@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, SlotOwner, Slots, own_slot
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, Slots, is_there, own_slot
 
 
 def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
     slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
-    first, second = SlotOwner(1, 1, (100, 5, 4096)), SlotOwner(1, 3, (200, 6, 4096))
+    first, second = Member(1, 1, liveness=(100, 5, 4096)), Member(3, 1, liveness=(200, 6, 4096))
     assert not slots.is_taken(1) and not slots.has_joined(1, 1)
     assert slots.number == 3 and slots.in_use == 0 and slots.is_new(1)
     slots.take(first, as_member=True)
-    slots.take(SlotOwner(2, 2, (102, 5, 4096)), as_member=True)
-    assert slots.members() == [first, SlotOwner(2, 2, (102, 5, 4096))]
+    slots.take(Member(2, 2, liveness=(102, 5, 4096)), as_member=True)
+    assert slots.members() == [first, Member(2, 2, liveness=(102, 5, 4096))]
     assert slots.is_taken(1) and slots.has_joined(1, 1) and not slots.has_waiting()
     slots.in_use = 3
     slots.clear(1)
@@ -25,10 +26,10 @@ def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
     assert not slots.is_taken(1) and not slots.has_joined(1, 1)
     slots.take(second, as_member=False)
     assert slots.has_waiting() and slots.waiting() == [second]
-    assert not slots.has_joined(1, 3) and slots.members() == [SlotOwner(2, 2, (102, 5, 4096))]
+    assert not slots.has_joined(1, 3) and slots.members() == [Member(2, 2, liveness=(102, 5, 4096))]
     slots.take(second, as_member=True)
     assert slots.has_joined(1, 3) and not slots.has_joined(1, 1) and not slots.has_waiting()
-    slots.take(SlotOwner(0, 4, (300, 6, 4096)), as_member=False)
+    slots.take(Member(4, 0, liveness=(300, 6, 4096)), as_member=False)
     assert slots.is_new(0) and slots.size_until_joined(0) == 3 and slots.size_until_joined(1) == 2
     slots.clear(0)
     slots.leave(1)
@@ -38,9 +39,9 @@ def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
 def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_was_followed_stays_what_it_is():
     slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
     for rank in range(3):
-        slots.take(SlotOwner(rank, rank, (100 + rank, 5, 4096)), as_member=True)
+        slots.take(Member(rank, rank, liveness=(100 + rank, 5, 4096)), as_member=True)
     slots.leave(0)
-    slots.take(SlotOwner(2, 7, (107, 5, 4096)), as_member=False)
+    slots.take(Member(7, 2, liveness=(107, 5, 4096)), as_member=False)
     for rank in range(3):
         slots.note_lost(rank)
     assert [slots.is_lost(slot) for slot in range(3)] == [False, True, False]
@@ -53,7 +54,7 @@ def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_
 def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_ends():
     slots = Slots(np.zeros(Slots.nbytes(2), np.uint8))
     assert not slots.died_silently(0)  # it never was a member
-    slots.take(SlotOwner(0, 0, (1, 2, 3)), as_member=True)
+    slots.take(Member(0, 0, liveness=(1, 2, 3)), as_member=True)
     assert slots.died_silently(0)
     slots.note_lost(0)
     assert slots.died_silently(0)
@@ -63,7 +64,7 @@ def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_
     slots.note_end(0)  # as it leaves then
     assert not slots.died_silently(0) and not slots.is_hopeless(0) and slots.has_followed(0)
     slots.clear(0)
-    slots.take(SlotOwner(0, 2, (1, 2, 3)), as_member=False)
+    slots.take(Member(2, 0, liveness=(1, 2, 3)), as_member=False)
     slots.note_end(0, HOPELESS)
     assert slots.is_hopeless(0) and not slots.died_silently(0)
     slots.clear(0)  # for the next process
@@ -85,10 +86,10 @@ def test_a_standby_waits_until_it_gets_a_slot():
 
 def test_a_process_is_there_as_long_as_it_has_its_segment():
     segment = Segment.create(10)
-    owner = SlotOwner(0, 0, segment.address)
-    assert owner.is_there()
+    owner = Member(0, 0, liveness=segment.address)
+    assert is_there(owner)
     segment.close_file()
-    assert not owner.is_there()
+    assert not is_there(owner)
 
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
@@ -107,15 +108,15 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
         own.read_join_info()
     own.write_join_info({"address": "10.1.0.2"})
     assert own.read_join_info() == {"address": "10.1.0.2"}
-    own.take_part(5, segment.address)
-    assert own.members() == [SlotOwner(1, 5, segment.address)] and not own.has_waiting()
+    own.take_part(Member(5, liveness=segment.address))
+    assert own.members() == [Member(5, 1, liveness=segment.address)] and not own.has_waiting()
     assert slots.has_started(1) and not slots.is_starting(1) and not slots.is_excluded(1)
     own.note_excluded()
     assert slots.has_started(1) and slots.is_excluded(1) and not slots.has_started(0)
     assert own.remote_joiners() == [] and not own.has_waiting() and not own.others_let_join
-    remote_joiners.write([{"slot": 4}])
+    remote_joiners.write([Member(9, 4)])
     slots.num_remote_joiners, slots.others_let_join = 1, True
-    assert own.remote_joiners() == [{"slot": 4}] and own.has_waiting() and own.others_let_join
+    assert own.remote_joiners() == [Member(9, 4)] and own.has_waiting() and own.others_let_join
     remote_joiners.write([])
     slots.num_remote_joiners = 0
     assert own.remote_joiners() == [] and not own.has_waiting()

@@ -12,11 +12,11 @@ import pytest
 
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.core.rendezvous.slots import SlotOwner
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from tests.launch import run_ranks
 
@@ -115,7 +115,7 @@ def test_a_standby_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(m
     assert spawn._join().rank == 1
     giving.join()
     assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
-    slots.take(SlotOwner(1, 5, segment.address), as_member=False)
+    slots.take(Member(5, 1, liveness=segment.address), as_member=False)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join()
 

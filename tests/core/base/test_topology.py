@@ -3,7 +3,7 @@
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.rendezvous.topology import Topology, find_topology, virtual_nodes
+from ring_plugins.core.base.topology import Topology, find_topology, virtual_nodes
 
 
 @pytest.mark.parametrize(
