@@ -21,14 +21,13 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import RingError, SharedMemoryError
-from ring_plugins.core.base.member import Members
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control import server as control_server
 from ring_plugins.core.control.channel import ControlConnection
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.failure_detector import Peer as Member
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import Candidate, NotAdmitted
