@@ -262,6 +262,7 @@ ring.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_without_the_strategy_is_stopped_on_every_rank():
     errors = run_ranks(ALONE, 2, "spawned").values("error")
     assert [error.partition(":")[0] for error in errors] == [f"rank {rank} of 2 trains by itself" for rank in range(2)]

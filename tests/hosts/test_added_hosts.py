@@ -32,19 +32,16 @@ def grow(cluster, deaths, added, where, most=6, pending=True, remote=(), compare
 ON_HOST3 = {"4": "host3", "5": "host3"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        [],
-        [[4, 8, "joiner now"]],
-        [[1, 0, "now"]],
-        *([[4, 0, f"joiner round {n} {when}"]] for n in (1, 2, 3) for when in ("before", "in")),
-        *([[4, 0, f"joiner round {n} stopped"]] for n in (1, 2)),
-        *([[victim, 5, f"round {n} in"]] for victim, n in ((0, 2), (3, 3), (2, 1))),
-    ],
-    ids=str,
-)
+DEATHS = [
+    [[4, 8, "joiner now"]],
+    [[1, 0, "now"]],
+    *([[4, 0, f"joiner round {n} {when}"]] for n in (1, 2, 3) for when in ("before", "in")),
+    *([[4, 0, f"joiner round {n} stopped"]] for n in (1, 2)),
+    *([[victim, 5, f"round {n} in"]] for victim, n in ((0, 2), (3, 3), (2, 1))),
+]
+
+
+@pytest.mark.parametrize("deaths", [[], *(pytest.param(each, marks=pytest.mark.slow) for each in DEATHS)], ids=str)
 def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster, deaths):
     compares = "--no-check" if deaths else "--check"  # of the versions on host3, too
     result, found, own, slots = grow(cluster, deaths, [[0, 1, 2, "host3"]], ON_HOST3, compares=compares)

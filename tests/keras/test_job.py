@@ -75,7 +75,7 @@ def test_ctrl_c(backend):
     ended(script(), backend, "KeyboardInterrupt", interfere="ctrl-c")
 
 
-@on("torch", slow=("tensorflow",))
+@on(slow=("torch", "tensorflow"))  # tests/keras/test_validation.py has the error in each rank
 def test_unequal_steps_of_a_generator(backend):
     """The length is not known in advance; the error is raised when one rank's epoch is over."""
     result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|amount of data")

@@ -68,8 +68,9 @@ def logged(root):
     return [int(row["step"]) for row in csv.DictReader(file.open()) if row.get("loss_step")]
 
 
+@pytest.mark.slow
 def test_another_process_takes_the_place_of_rank_0_in_the_middle_of_an_epoch(tmp_path):
-    """The default suite's one job; "barrier 6" is inside a step's reduction."""
+    # "barrier 6" is inside a step's reduction.
     result = fit(tmp_path, [[0, 4, "barrier 6 in"]])
     found, own = check(result)
     everyone, joined = [0, 1, 2], found["history"].index([1, 2]) + 2  # those that are left wait in their second step

@@ -84,7 +84,12 @@ def test_metrics_that_rank_0_reads_alone_are_those_of_all_ranks():
 @pytest.mark.parametrize(
     ("case", "where", "cause"),
     [
-        ("more", "after 4 batches of epoch 0, rank 0 validates, but rank 1 goes on", "give every rank the same number"),
+        pytest.param(
+            "more",
+            "after 4 batches of epoch 0, rank 0 validates, but rank 1 goes on",
+            "give every rank the same number",
+            marks=pytest.mark.slow,
+        ),
         (
             "stop",
             "after 2 batches of epoch 0, rank 1 has left it, but rank 0 goes on",

@@ -95,7 +95,8 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_killed_ranks_cost_their_last_batch_and_no_sample_is_trained_on_twice(workers):
     result = run_ranks(KILLED, 4, env={"TEST_WORKERS": str(workers)}, timeout=90)
     survivors = [result.reports[rank] for rank in (1, 3)]

@@ -133,7 +133,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("way", ["thaw", *(pytest.param(way, marks=pytest.mark.slow) for way in ("freeze", "groups"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["thaw", "freeze", "groups"])
 def test_processes_join_after_parameters_were_frozen_or_unfrozen(way):
     result = run_ranks(SCRIPT, 3, env={"TEST_WAY": way}, timeout=int(120 * slowness()))
     found = result.values("found")
