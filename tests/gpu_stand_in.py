@@ -49,9 +49,9 @@ class CFunctions:
     """Methods of a class as C functions, converted by ctypes as a real library's would be."""
 
     def __init__(self, declared, texts=()):
-        for name, call in declared.items():
+        for name, arguments in declared.items():
             if method := getattr(self, f"_{name}", None):
-                prototype = ctypes.CFUNCTYPE(ctypes.c_int, *call.arguments)
+                prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
                 setattr(self, name, prototype(self._safely(method)))
         for name in texts:
             setattr(self, name, Text(getattr(self, f"_{name}")))
@@ -346,7 +346,7 @@ class StandInNccl(CFunctions):
 
     def fail(self, function):
         """Let a function return an error from now on."""
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *nccl.FUNCTIONS[function].arguments)
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *nccl.FUNCTIONS[function])
         setattr(self, function, prototype(lambda *arguments: SYSTEM_ERROR))
 
     def without(self, *functions):

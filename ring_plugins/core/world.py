@@ -46,8 +46,8 @@ from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
+from ring_plugins.core.gpu.executor import DeviceExecutor, GpuWatchdog
 from ring_plugins.core.gpu.stream import Streams
-from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.malloc import keep_freed_memory
@@ -334,7 +334,7 @@ class World:
             self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_slot is not None
         )
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort, self.status_after)
-        monitor.add(GpuWatchdog(self.failure_detector, self.device_communicators), vital=True)
+        monitor.add(GpuWatchdog(self.failure_detector, self.device_executors), vital=True)
         monitor.add(TcpLiveness(self.failure_detector), vital=True)
         for service in self.observers.services:
             monitor.add(service)
@@ -584,9 +584,9 @@ class World:
             except RuntimeError:  # another thread has just added one
                 pass
 
-    def device_communicators(self) -> list[DeviceCommunicator]:
-        """GPU communicators still in use."""
-        return [communicator for communicator in self.in_use() if isinstance(communicator, DeviceCommunicator)]
+    def device_executors(self) -> list[DeviceExecutor]:
+        """Those of the GPU communicators still in use."""
+        return [one.executor for one in self.in_use() if isinstance(one, DeviceCommunicator)]
 
     def activities(self) -> list[Activity]:
         """The last operation of this rank in each of its communicators."""

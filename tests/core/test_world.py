@@ -134,4 +134,4 @@ def test_a_communicator_may_be_made_while_the_monitor_thread_looks_at_them():
     one = object.__new__(world.World)
     one._communicators, one._statistics = Growing(), []
     assert [communicator.name for communicator in one.in_use()] == ["2"]
-    assert one.device_communicators() == [] and one.activities() == [] and one.operations() == 0
+    assert one.device_executors() == [] and one.activities() == [] and one.operations() == 0

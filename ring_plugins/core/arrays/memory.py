@@ -291,22 +291,12 @@ def _from_dlpack(x: Any, name: str) -> tuple[Array, str]:
         raise ArgumentError(f"{name} has dtype={dtype}, which cannot be sent; use one of {', '.join(sorted(STORAGE))}.")
     storage = STORAGE[dtype]
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    count = int(np.prod(shape, dtype=np.int64)) if shape else 1
-    if count == 0:
+    if 0 in shape:
         return np.empty(shape, storage), dtype
     if not tensor.pointer:
         raise ArgumentError(f"{name} is a {type(x).__name__}, {_no_memory(x, name)}")
     strides = tuple(tensor.strides[i] * storage.itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    span = count * storage.itemsize
-    if strides is not None:
-        if min(strides, default=0) < 0:
-            raise ArgumentError(f"{name} has negative strides; pass a contiguous copy.")
-        span = storage.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory: Any = (ctypes.c_char * span).from_address(tensor.pointer)
-    memory._owner = (x, capsule)  # numpy keeps `memory` alive, `memory` keeps the tensor alive
-    flat = np.frombuffer(memory, dtype=storage)
+    array = array_at((x, capsule), tensor.pointer, shape, storage.str, strides)
     # A result written to a copy would be lost; and frameworks whose arrays never change let them share memory.
-    flat.flags.writeable = not copied and hasattr(x, "new_empty")
-    if strides is None:
-        return flat.reshape(shape), dtype
-    return np.lib.stride_tricks.as_strided(flat, shape, strides), dtype
+    array.flags.writeable = not copied and hasattr(x, "new_empty")
+    return array, dtype

@@ -8,6 +8,7 @@ move bytes and combine numbers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -35,7 +36,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Communicator(Protocol[M_contra]):
-    """A group of ranks that make the same calls in the same order.
+    """A group of ranks that make the same calls in the same order; what waits for nobody does nothing by default.
 
     A call blocks the calling thread until its result is there, and runs after everything given to `start` before it. On
     a GPU it blocks the calling thread's stream instead: work queued there later runs after it. After an error that
@@ -48,8 +49,7 @@ class Communicator(Protocol[M_contra]):
         statistics: what it has done so far.
         recovers: whether it goes on without members that are lost, which shows in `rank`, `size` and `ranks`. Then a
             call that does not repeat itself raises `MembersLost`, and so does `run_synchronously`: nobody has the
-                result,
-            and the caller may repeat it (recovery.py).
+            result, and the caller may repeat it (recovery.py).
 
     All methods raise `PeerFailed` if a member is gone, `MismatchError` if members make different calls, and
     `DeadlockError` and `TimeoutExceeded` as their names say.
@@ -60,7 +60,7 @@ class Communicator(Protocol[M_contra]):
     size: int
     ranks: tuple[int, ...]
     statistics: Statistics
-    recovers: bool
+    recovers: bool = False
 
     def all_reduce(self, memory: M_contra, op: Op, codec: Codec | None = None) -> None:
         """Combine the memory of all members in place; all get the same bits.
@@ -72,6 +72,9 @@ class Communicator(Protocol[M_contra]):
         self, memories: Sequence[M_contra], op: Op, codecs: Sequence[Codec | None] | None = None
     ) -> None:
         """As `all_reduce` of one after the other, to the last bit, but faster; one codec for each, or none."""
+        with self.group():
+            for memory, codec in zip(memories, codecs or [None] * len(memories), strict=True):
+                self.all_reduce(memory, op, codec)
 
     def broadcast(self, memory: M_contra, root: int) -> None:
         """Overwrite the memory of all members with the root's."""
@@ -112,48 +115,64 @@ class Communicator(Protocol[M_contra]):
         Raises:
             MembersLost: no member has any of these results; the caller starts all of the works anew.
         """
+        for work in works:
+            work.wait()
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         """Run `function` in this thread, after everything started before. Any exception breaks the communicator."""
+        return self.start(description, function).wait()
 
     def group(self) -> AbstractContextManager[None]:
-        """Batch the operations called inside, as `ncclGroupStart` does; results are there when the block ends."""
+        """Batch the operations called inside, as `ncclGroupStart` does; results are there when the block ends.
+
+        By default every operation starts as soon as it is called.
+        """
+        return contextlib.nullcontext()
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Allocate memory in which `all_reduce` is fastest; all ranks call with the same size."""
 
     def buffers_belong_to(self, owner: BufferOwner) -> None:
         """Let processes join that have other buffers, since their owner can make them anew; it is not kept alive."""
+        return
 
     def release(self, buffer: SharedBuffer) -> None:
         """Give back memory from `allocate`; views of it stay valid."""
+        return
 
     def activity(self) -> Activity | None:
         """Return this rank's current or last operation; any thread may call it."""
+        return None
 
     def reject(self, operation: str, error: BaseException) -> None:
         """Tell the other members that this one takes no part in an operation, because of its arguments or of memory.
 
         Does nothing for an error that they raise too, and for one that they have been told.
         """
+        return
 
     def check(self) -> None:
         """Raise the error after which this communicator can no longer be used, if there is one."""
+        return
 
     def interrupt(self, operation: str, cause: BaseException) -> None:
         """Make every further call raise on all members, because an exception keeps this one from finishing `operation`.
 
         Returns once the communicator no longer writes to memory of this process, after 5 s at the latest.
         """
+        return
 
     def close(self) -> None:
         """End the communication thread and release the memory; further calls raise."""
+        return
 
     def discard(self) -> None:
         """Release what it can without waiting; further calls raise. Finalizers call it at any moment, in any thread."""
+        return
 
     def detach_after_fork(self) -> None:
         """Make every call raise; for a forked child, whose calls would disturb the parent and its peers."""
+        return
 
 
 class BufferOwner(Protocol):

@@ -28,10 +28,8 @@ writes. So an exception that ends an operation, or the wait for one, breaks the 
 member can know yet that the operation has begun. `interrupt` does that in an order that leaves no gap: no further call
 here, then tell the members, then wait until the executor's thread has let go of the memory, then raise.
 
-**Losses.** The executor's `Recovery` says what follows when members die in an operation. By default (`END`) nothing
-can; recovery.py has that of jobs which go on.
-
-The file is longer than others, since queueing, failure and interruption of one operation are read together.
+**Losses.** The executor's `Recovery` says what follows when members die in an operation, in jobs that go on
+(recovery.py).
 
 Considered and rejected: `concurrent.futures.ThreadPoolExecutor(max_workers=1)`. It cannot run a call in the caller's
 thread, and its futures and worker keep references that delay the release of shared memory.
@@ -90,7 +88,7 @@ class SerialExecutor:
         name: of the communicator, for error texts.
         wait: waits for other ranks on behalf of the operations.
         members: told when this member is interrupted.
-        recovery: what follows when members are lost.
+        recovery: what follows when members are lost; None where that ends the job.
 
     Attributes:
         statistics: what was executed so far.
@@ -106,7 +104,7 @@ class SerialExecutor:
         self._lock = threading.RLock()
         self._is_running = False
         self.goes_on_after_mismatch = False
-        self._recovery = recovery or END
+        self._recovery = recovery
         self._thread: QueueThread | None = None
         self._number_base = 0  # added to the number of operations finished, see `renumber`
         #: The thread that is in `run_synchronously`, 0 for none, and what it runs.
@@ -129,7 +127,7 @@ class SerialExecutor:
         if thread is not None and not inside and (thread.late or not thread.is_idle()):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
-            failure, wait, statistics, recovers = self.failure, self.wait, self.statistics, self._recovery.recovers
+            failure, wait, statistics, recovery = self.failure, self.wait, self.statistics, self._recovery
             if failure.error is not None or self._is_running:
                 self._reject_now(fingerprint.text)
             fingerprint = after_rejections(fingerprint, wait.rejected) if wait.rejected else fingerprint
@@ -141,7 +139,7 @@ class SerialExecutor:
             self._began = began = time.monotonic()
             try:
                 self._is_running = True
-                result = (self._recovery.allowed(self, operation) if recovers else operation)(*args, fingerprint)
+                result = (operation if recovery is None else recovery.allowed(self, operation))(*args, fingerprint)
             except ArgumentError:
                 raise
             except MismatchError as error:
@@ -198,6 +196,8 @@ class SerialExecutor:
             self.failure.fail(error)
             return
         try:
+            if self._recovery is None:
+                raise PeerFailed(str(error), error.rank)
             self._recovery.follow(self, error)
         except (PeerFailed, DeadlockError) as reason:
             self.failure.fail(reason)
@@ -271,7 +271,7 @@ class SerialExecutor:
         Args:
             repeats: see `Communicator.start`.
         """
-        if self._recovery.recovers and not self._recovery.may_start(repeats):
+        if self._recovery is not None and not self._recovery.may_start(repeats):
             return BackgroundWork.run_now(description, function, self.interrupt)
         needed_for = current_purpose.text
 
@@ -416,13 +416,7 @@ class Members(Protocol):
 
 
 class Recovery(Protocol):
-    """What follows when members are lost.
-
-    Attributes:
-        recovers: whether the others go on; if not, nothing but `follow` is called.
-    """
-
-    recovers: bool
+    """What follows when members are lost."""
 
     def allowed(self, executor: SerialExecutor, operation: F) -> F:
         """The operation; raises `MembersLost` if it is known already that it cannot end."""
@@ -436,24 +430,3 @@ class Recovery(Protocol):
 
     def may_start(self, repeats: bool) -> bool:
         """Whether a work may run in the background, given whether its caller repeats it."""
-
-
-class _End:
-    """The recovery of a job that ends with the first rank that is lost."""
-
-    recovers = False
-
-    def allowed(self, executor: SerialExecutor, operation: F) -> F:
-        """See the protocol."""
-        return operation
-
-    def follow(self, executor: SerialExecutor, error: MembersLost) -> None:
-        """See the protocol."""
-        raise PeerFailed(str(error), error.rank)
-
-    def may_start(self, repeats: bool) -> bool:
-        """See the protocol."""
-        return True
-
-
-END = _End()

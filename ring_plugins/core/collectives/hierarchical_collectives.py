@@ -65,6 +65,10 @@ _Part = Callable[[int], None]
 _Transfer = Callable[[NetworkGroup, int], Iterator[None]]
 
 
+def _nothing(step: int) -> None:
+    """The part of a step in which there is nothing to do."""
+
+
 class HierarchicalCollectives:
     """One member's side of the collectives of a communicator that spans hosts; implements `ByteCollectives`.
 
@@ -73,9 +77,6 @@ class HierarchicalCollectives:
         rail: the members of equal local rank on all hosts, in the order of `hosts`; None if a host has no such one.
         all_members: of the communicator; two connect when they first exchange a large part of an all-to-all.
         hosts: by host, the positions of its members in the communicator.
-        position: of this process.
-        ranks: world ranks of all members.
-        name: of the communicator.
     """
 
     def __init__(
@@ -84,16 +85,12 @@ class HierarchicalCollectives:
         rail: NetworkGroup | None,
         all_members: NetworkGroup,
         hosts: Sequence[Sequence[int]],
-        position: int,
-        ranks: Sequence[int],
-        name: str,
     ) -> None:
         self._node, self._rail, self._all = node, rail, all_members
-        self._hosts = tuple(map(tuple, hosts))
-        self._position, self._ranks, self._name = position, tuple(ranks), name
-        self._host = next(host for host, members in enumerate(self._hosts) if position in members)
+        self._hosts, self._position = tuple(map(tuple, hosts)), all_members.position
+        self._host = self._host_of(self._position)
         self._members = self._hosts[self._host]
-        self._local_rank = self._members.index(position)
+        self._local_rank = self._members.index(self._position)
         self._remote = [host for host in range(len(self._hosts)) if host != self._host]
         self._rails = min(map(len, self._hosts))
         staging = [np.empty(4 * CHUNK_STAGING_BYTES, np.uint8)] if node is None else node.chunk_staging
@@ -101,6 +98,9 @@ class HierarchicalCollectives:
         buffers = [[whole[quarter] for whole in staging] for quarter in quarters]
         #: By the parity of the step, then by local rank.
         self._inputs, self._results = buffers[:2], buffers[2:]
+
+    def _host_of(self, position: int) -> int:
+        return next(host for host, members in enumerate(self._hosts) if position in members)
 
     # The pipeline ---------------------------------------------------------------------------------
 
@@ -111,8 +111,8 @@ class HierarchicalCollectives:
         rails: int,
         give: _Part,
         transfer: _Transfer,
-        take_local: _Part,
-        take_remote: _Part,
+        take_local: _Part = _nothing,
+        take_remote: _Part = _nothing,
         begin: Callable[[NetworkGroup], Callable[[], None]] | None = None,
     ) -> None:
         """Run an operation.
@@ -139,11 +139,13 @@ class HierarchicalCollectives:
                     check = None
                 for _ in under_way:
                     pass
-                self._barrier(fingerprint if step == 0 else None)
+                if self._node is not None:
+                    barriers = self._node.barriers
+                    barriers.synchronize() if step else barriers.arrive(fingerprint)
                 if step < steps:
                     if rail is not None:
                         if step == 0 and self._local_rank == 0:
-                            check = (begin or self._begin(fingerprint))(rail)
+                            check = begin(rail) if begin is not None else self._send_headers(rail, fingerprint)
                         under_way = transfer(rail, step)
                         next(under_way, None)
                         rail.progress()
@@ -154,20 +156,10 @@ class HierarchicalCollectives:
             report_mismatch(error, self._node, self._rail, self._local_rank)
             raise
 
-    def _barrier(self, fingerprint: Fingerprint | None) -> None:
-        """The barrier of a step; the first one of an operation compares fingerprints."""
-        if self._node is not None:
-            barriers = self._node.barriers
-            barriers.synchronize() if fingerprint is None else barriers.arrive(fingerprint)
-
-    def _begin(self, fingerprint: Fingerprint) -> Callable[[NetworkGroup], Callable[[], None]]:
+    def _send_headers(self, rail: NetworkGroup, fingerprint: Fingerprint) -> Callable[[], None]:
+        """Tell the other hosts which operation this is; returns a function that compares it with theirs."""
         nothing = [0] * len(self._hosts)
-
-        def begin(rail: NetworkGroup) -> Callable[[], None]:
-            headers = rail.send_headers(nothing, nothing, fingerprint)
-            return lambda: rail.check_headers(headers)
-
-        return begin
+        return partial(rail.check_headers, rail.send_headers(nothing, nothing, fingerprint))
 
     def _rails_for(self, nbytes: int) -> int:
         return 1 if nbytes <= _ONE_RAIL_BYTES else self._rails
@@ -175,15 +167,11 @@ class HierarchicalCollectives:
     # Collectives ----------------------------------------------------------------------------------
 
     def barrier(self, fingerprint: Fingerprint) -> None:
-        def nothing(step: int) -> None:
-            pass
-
-        self._run(fingerprint, 1, 1, nothing, lambda rail, step: iter(()), nothing, nothing)
+        self._run(fingerprint, 1, 1, _nothing, lambda rail, step: iter(()))
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        hosts, rails, is_root = self._hosts, self._rails_for(data.size), self._position == root
-        root_host = next(host for host, members in enumerate(hosts) if root in members)
-        receivers = [host for host in range(len(hosts)) if host != root_host]
+        rails, is_root = self._rails_for(data.size), self._position == root
+        root_host = self._host_of(root)
         length = rails * _PIECE_BYTES
 
         def pieces(step: int) -> list[Bytes]:
@@ -209,25 +197,9 @@ class HierarchicalCollectives:
                 take(self._results[step & 1], step)
 
         def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
-            nbytes, nothing = pieces(step)[self._local_rank].size, [None] * len(hosts)
             buffers = self._inputs if self._host == root_host else self._results
-            whole = buffers[step & 1][self._local_rank][:nbytes]
-            scattered = nbytes > SMALL_BYTES and len(receivers) > 1
-            cuts = slices(nbytes, len(receivers), 1) if scattered else [slice(None)] * len(receivers)
-            parts = {host: whole[cut] for host, cut in zip(receivers, cuts, strict=True)}
-            if self._host == root_host:
-                pending = rail.exchange_parts([parts.get(host) for host in range(len(hosts))], nothing)
-                yield
-                rail.wait([pending], fingerprint, spin=False)
-                return
-            mine = parts.pop(self._host)
-            pending = rail.exchange_parts(nothing, [mine if host == root_host else None for host in range(len(hosts))])
-            yield
-            rail.wait([pending], fingerprint, spin=False)
-            if scattered:
-                outgoing = [mine if host in parts else None for host in range(len(hosts))]
-                incoming = [parts.get(host) for host in range(len(hosts))]
-                rail.wait([rail.exchange_parts(outgoing, incoming)], fingerprint, spin=False)
+            nbytes = pieces(step)[self._local_rank].size
+            return rail.broadcasting(buffers[step & 1][self._local_rank][:nbytes], root_host, fingerprint)
 
         steps = max(1, -(-data.size // length))
         self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
@@ -261,9 +233,7 @@ class HierarchicalCollectives:
             block = self._inputs[step & 1][number][: _total(pieces(step, own, number))]
             cuts = _cuts([0 if host == own else _total(pieces(step, host, number)) for host in range(len(hosts))])
             incoming = [self._results[step & 1][number][cut] for cut in cuts]
-            pending = rail.exchange_parts([block] * len(hosts), incoming)
-            yield
-            rail.wait([pending], fingerprint, spin=False)
+            return rail.moving([block] * len(hosts), incoming, fingerprint)
 
         steps = max(1, *(-(-part.size // share) for part in parts))
         self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
@@ -320,9 +290,6 @@ class HierarchicalCollectives:
             if result.size:
                 reduce_into(result, terms, op, dtype, after)
 
-        def take_local(step: int) -> None:
-            pass
-
         def take_remote(step: int) -> None:
             rail, place = self._local_rank % rails, self._local_rank // rails
             start = _total(pieces(step, own, rail)[:place])
@@ -330,7 +297,7 @@ class HierarchicalCollectives:
             piece[:] = self._results[step & 1][rail].view(storage)[start : start + piece.size]
 
         steps = max(1, *(-(-part.size // share) for part in parts))
-        self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
+        self._run(fingerprint, steps, rails, give, transfer, take_remote=take_remote)
 
     # All-to-all -----------------------------------------------------------------------------------
 
@@ -355,12 +322,8 @@ class HierarchicalCollectives:
                     start += nbytes
 
         def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
-            pending = rail.exchange_parts(
-                [self._inputs[0][me][row[me]] for row in out_blocks],
-                [self._results[0][me][row[me]] for row in in_blocks],
-            )
-            yield
-            rail.wait([pending], fingerprint, spin=False)
+            outgoing_blocks = [self._inputs[0][me][row[me]] for row in out_blocks]
+            return rail.moving(outgoing_blocks, [self._results[0][me][row[me]] for row in in_blocks], fingerprint)
 
         def start_direct(step: int) -> None:
             """Start the transfers of large parts, behind the headers and blocks on the same connections."""
@@ -423,8 +386,7 @@ class HierarchicalCollectives:
             A function that compares all of it. Where there are more than two hosts, it also waits until all have found
             the sizes right, so that a mismatch between two hosts is raised by all.
         """
-        hosts, nothing = self._hosts, [0] * len(self._hosts)
-        headers = rail.send_headers(nothing, nothing, fingerprint)
+        hosts, check_headers = self._hosts, self._send_headers(rail, fingerprint)
         tables: list[Array | None] = [None] * len(hosts)
         for host in self._remote:
             columns = list(hosts[host])
@@ -433,14 +395,14 @@ class HierarchicalCollectives:
         pending = rail.exchange_parts([_bytes(table) for table in tables], [_bytes(table) for table in theirs])
 
         def check() -> None:
-            rail.check_headers(headers)
+            check_headers()
             rail.wait([pending], fingerprint)
             for host, mine, other in zip(range(len(hosts)), tables, theirs, strict=True):
                 if mine is not None and other is not None:
                     self._compare(self._members, hosts[host], mine[0], other[1].T, fingerprint)
                     self._compare(hosts[host], self._members, other[0], mine[1].T, fingerprint)
             if len(hosts) > 2:
-                rail.check_headers(rail.send_headers(nothing, nothing, fingerprint))
+                self._send_headers(rail, fingerprint)()
 
         return check
 
@@ -450,8 +412,8 @@ class HierarchicalCollectives:
         """Compare two tables of bytes by sender and receiver."""
         if not np.array_equal(sent, expected):
             i, j = np.argwhere(sent != expected)[0].tolist()
-            sender, receiver = self._ranks[senders[i]], self._ranks[receivers[j]]
-            raise size_mismatch(self._name, fingerprint, sender, int(sent[i, j]), receiver, int(expected[i, j]))
+            sender, receiver = self._all.ranks[senders[i]], self._all.ranks[receivers[j]]
+            raise size_mismatch(self._all.name, fingerprint, sender, int(sent[i, j]), receiver, int(expected[i, j]))
 
     def _rails_of_pair(self, sizes: Array) -> int:
         """How many rails carry the data of a pair of hosts; both know its sizes."""

@@ -14,7 +14,6 @@ caller repeats it.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -30,7 +29,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.records import read_address, read_as, read_each
 from ring_plugins.core.base.types import Array, Bytes
-from ring_plugins.core.collectives.api import Activity, BufferOwner, Work
+from ring_plugins.core.collectives.api import Activity, BufferOwner, Communicator, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
 from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
@@ -63,7 +62,7 @@ def _read_offer(item: Sequence[Any]) -> tuple[Member, Address | None, int]:
     return member, None if address is None else read_address(address), read_as(int, tag)
 
 
-class HostCommunicator:
+class HostCommunicator(Communicator[HostMemory]):
     """A `Communicator` for host memory.
 
     Args:
@@ -191,8 +190,7 @@ class HostCommunicator:
             return
         codecs = codecs or [None] * len(memories)
         if not isinstance(self.groups.reducer, SharedMemoryGroup):
-            for memory, codec in zip(memories, codecs, strict=True):
-                self.all_reduce(memory, op, codec)
+            super().all_reduce_coalesced(memories, op, codecs)
             return
         details = tuple(sorted({str(codec) for codec in codecs if codec is not None}))
         self._executor.run(
@@ -329,19 +327,14 @@ class HostCommunicator:
     def wait_for(self, works: Sequence[Work[Any]]) -> None:
         if self._recovery is not None:
             self._recovery.wait_for(self._executor, works)
-            return
-        for work in works:
-            work.wait()
+        else:
+            super().wait_for(works)
 
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         if self._recovery is not None and self._recovery.is_outside(self._executor):
             run = partial(self._executor.run_synchronously, description, function)
             return self._recovery.whole(self._executor, description, run)
         return self._executor.run_synchronously(description, function)
-
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: every operation starts as soon as it is called."""
-        return contextlib.nullcontext()
 
     def reject(self, operation: str, error: BaseException) -> None:
         self._executor.reject(operation, error)

@@ -150,7 +150,7 @@ class HostGroups:
         hosts = [[ranks.index(rank) for rank in of_node] for of_node in by_node.values()]
         everyone = NetworkGroup(transport, ranks, self.rank, tag, wait, name, interrupt=interrupt)
         self._networks.append(everyone)
-        self.bytes = HierarchicalCollectives(node, rail, everyone, hosts, self.rank, ranks, name)
+        self.bytes = HierarchicalCollectives(node, rail, everyone, hosts)
 
     def close(self) -> None:
         """Free the groups' shared memory and connections now; views that others hold stay valid."""

@@ -14,7 +14,7 @@ Geijn, "On global combine operations", 1994), so that the root sends the data ab
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,6 +67,7 @@ class NetworkGroup:
 
     Attributes:
         size, position: of the group, and of this process in it.
+        ranks, name: as given.
         others: positions of the other members.
     """
 
@@ -83,7 +84,7 @@ class NetworkGroup:
     ) -> None:
         self.position, self.size = position, len(ranks)
         self.others = [i for i in range(len(ranks)) if i != position]
-        self._transport, self._ranks, self._tag, self._wait, self._name = transport, tuple(ranks), tag, wait, name
+        self._transport, self.ranks, self._tag, self._wait, self.name = transport, tuple(ranks), tag, wait, name
         self._behind = behind or [[rank] for rank in ranks]
         self._interrupt = interrupt
         self._all_know_of_mismatch = False
@@ -91,7 +92,7 @@ class NetworkGroup:
 
     def connect(self) -> None:
         """Connect now, so that an unreachable member is found before training begins; collective."""
-        request = self._transport.connect([self._ranks[i] for i in self.others], self._tag)
+        request = self._transport.connect([self.ranks[i] for i in self.others], self._tag)
         self._wait_for(request, request.missing, fingerprint("connect"))
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class NetworkGroup:
 
     def exchange(self, outgoing: Sequence[tuple[int, Bytes]], incoming: Sequence[tuple[int, Bytes]]) -> Request:
         """Start to send to members and to receive from them; (member, data) each, as in `Transport.exchange`."""
-        ranks = self._ranks
+        ranks = self.ranks
         self._wait.begun = True
         return self._transport.exchange(
             [(ranks[member], data) for member, data in outgoing],
@@ -165,7 +166,7 @@ class NetworkGroup:
         self._wait.until(
             ready,
             missing,
-            lambda: f"{self._name}: {fingerprint.text} between hosts",
+            lambda: f"{self.name}: {fingerprint.text} between hosts",
             arrival,
             request.nap,
             spin=SPIN if spin else 0.0,
@@ -204,7 +205,7 @@ class NetworkGroup:
             fingerprint: of the operation.
             members: who exchanges headers with this member; by default all others.
         """
-        ranks, members = self._ranks, self.others if members is None else members
+        ranks, members = self.ranks, self.others if members is None else members
         received = np.zeros((self.size, _HEADER_BYTES), np.uint8)
         self._wait.begun = True
         request = self._transport.exchange(
@@ -221,7 +222,7 @@ class NetworkGroup:
             MismatchError: members are in different operations, or disagree about sizes, or one has sent an error.
         """
         request, received, members, sizes, expected, fingerprint = pending
-        ranks = self._ranks
+        ranks = self.ranks
         self._wait_for(request, lambda: [ranks[i] for i in members if not received[i].any()], fingerprint, arrival=True)
         words, step = memoryview(received.reshape(-1)).cast("q"), _HEADER_BYTES // 8
         if any(words[i * step] != fingerprint.code for i in members):
@@ -235,14 +236,14 @@ class NetworkGroup:
                 if words[i * step] == _REPORT:
                     raise MismatchError(texts[i])
             calls = {rank: text for i, text in texts.items() for rank in self._behind[i]}
-            raise mismatch(self._name, calls, place_of_call())
+            raise mismatch(self.name, calls, place_of_call())
         own = ranks[self.position]
         for i in members:
             theirs, awaited = words[i * step + 1], words[i * step + 2]
             if theirs != expected[i]:
-                raise size_mismatch(self._name, fingerprint, ranks[i], theirs, own, expected[i])
+                raise size_mismatch(self.name, fingerprint, ranks[i], theirs, own, expected[i])
             if awaited != sizes[i]:
-                raise size_mismatch(self._name, fingerprint, own, sizes[i], ranks[i], awaited)
+                raise size_mismatch(self.name, fingerprint, own, sizes[i], ranks[i], awaited)
 
     def report_mismatch(self, error: MismatchError) -> None:
         """Send `error` to the other members, unless they know: those that wait for this member's header raise it."""
@@ -252,7 +253,7 @@ class NetworkGroup:
         self._wait.begun = True
         header = _header(Fingerprint(_REPORT, str(error)), 0, 0)
         with contextlib.suppress(RingError):
-            self._transport.exchange([(self._ranks[i], header) for i in self.others], [], self._tag).done()
+            self._transport.exchange([(self.ranks[i], header) for i in self.others], [], self._tag).done()
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -284,10 +285,10 @@ class NetworkGroup:
     def _check_own_size(
         self, outgoing: Sequence[Bytes | None], incoming: Sequence[Bytes | None], fingerprint: Fingerprint
     ) -> None:
-        own = self._ranks[self.position]
+        own = self.ranks[self.position]
         sent, expected = _sizes(outgoing)[self.position], _sizes(incoming)[self.position]
         if sent != expected:
-            raise size_mismatch(self._name, fingerprint, own, sent, own, expected)
+            raise size_mismatch(self.name, fingerprint, own, sent, own, expected)
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         nothing: list[Bytes | None] = [None] * self.size
@@ -307,25 +308,45 @@ class NetworkGroup:
             raise
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        at_root, is_root = self.position == root, [i == root for i in range(self.size)]
-        if data.size <= SMALL_BYTES or self.size == 2:
-            outgoing: list[Bytes | None] = [data if at_root else None] * self.size
-            incoming: list[Bytes | None] = [data if source and not at_root else None for source in is_root]
-            self._exchange_all(outgoing, incoming, fingerprint)
+        nothing = [0] * self.size  # the fingerprint tells the size
+        headers = self.send_headers(nothing, nothing, fingerprint)
+        transfer = self.broadcasting(data, root, fingerprint, spin=True)
+        next(transfer)
+        self.check_headers(headers)
+        for _ in transfer:
+            pass
+
+    def broadcasting(self, data: Bytes, root: int, fingerprint: Fingerprint, spin: bool = False) -> Iterator[None]:
+        """Overwrite `data` with the root's, whose transfer has begun at the first `yield`; without headers.
+
+        Of large data the root sends each member one part, which that one then sends to all others but the root.
+        """
+        receivers = [i for i in range(self.size) if i != root]
+        is_scattered = data.size > SMALL_BYTES and len(receivers) > 1
+        cuts = slices(data.size, len(receivers), 1) if is_scattered else [slice(None)] * len(receivers)
+        parts: list[Bytes | None] = [None] * self.size
+        for member, cut in zip(receivers, cuts, strict=True):
+            parts[member] = data[cut]
+        nothing: list[Bytes | None] = [None] * self.size
+        if self.position == root:
+            yield from self.moving(parts, nothing, fingerprint, spin)
             return
-        # The root sends each member one part, then everyone sends its part to all but the root.
-        parts = [data[cut] for cut in slices(data.size, self.size, 1)]
         mine = parts[self.position]
-        self._exchange_all(
-            [part if at_root else None for part in parts],
-            [mine if source and not at_root else None for source in is_root],
-            fingerprint,
-        )
-        self._exchange_all(
-            [None if target else mine for target in is_root],
-            [None if at_root else part for part in parts],
-            fingerprint,
-        )
+        yield from self.moving(nothing, [mine if i == root else None for i in range(self.size)], fingerprint, spin)
+        if is_scattered:
+            yield from self.moving([None if i == root else mine for i in range(self.size)], parts, fingerprint, spin)
+
+    def moving(
+        self,
+        outgoing: Sequence[Bytes | None],
+        incoming: Sequence[Bytes | None],
+        fingerprint: Fingerprint,
+        spin: bool = False,
+    ) -> Iterator[None]:
+        """As `exchange_parts`, begun at the `yield`; the end of the iteration waits for it."""
+        request = self.exchange_parts(outgoing, incoming)
+        yield
+        self.wait([request], fingerprint, spin)
 
     def all_reduce_small(
         self, array: Array, op: Op, dtype: str, divisor: float, codec: Codec, fingerprint: Fingerprint

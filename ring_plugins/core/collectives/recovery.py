@@ -151,8 +151,6 @@ class Recovery:
         name: of the communicator, for error texts.
     """
 
-    recovers = True
-
     def __init__(self, job: JobRecovery, name: str) -> None:
         self._job, self._name = job, name
         self._thread = 0  # which is in a whole, 0 for none

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import numpy as np
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.collectives.api import BufferOwner, Statistics, Work
+from ring_plugins.core.collectives.api import Communicator, Statistics, Work
 from ring_plugins.core.collectives.background import BackgroundWork
 from ring_plugins.core.collectives.fingerprint import fingerprint, size_mismatch
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
@@ -21,15 +20,13 @@ from ring_plugins.core.linux.shared_memory import SharedBuffer
 T = TypeVar("T")
 
 
-class SingleCommunicator:
+class SingleCommunicator(Communicator[HostMemory]):
     """A `Communicator` of size 1. `start` runs its function at once, in the calling thread.
 
     Args:
         name: for reports.
         world_rank: of this process.
     """
-
-    recovers = False
 
     def __init__(self, name: str, world_rank: int = 0) -> None:
         self.name, self.rank, self.size = name, 0, 1
@@ -40,12 +37,6 @@ class SingleCommunicator:
         check_reducible(memory.dtype, op)
         if memory.source is not None:
             np.copyto(memory.array, memory.source)
-
-    def all_reduce_coalesced(
-        self, memories: Sequence[HostMemory], op: Op, codecs: Sequence[Codec | None] | None = None
-    ) -> None:
-        for memory in memories:
-            self.all_reduce(memory, op)
 
     def broadcast(self, memory: HostMemory, root: int) -> None:
         check_rank(root, self)
@@ -84,42 +75,8 @@ class SingleCommunicator:
     def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
         return BackgroundWork.run_now(description, function, self.interrupt)
 
-    def wait_for(self, works: Sequence[Work[Any]]) -> None:
-        for work in works:
-            work.wait()
-
     def run_synchronously(self, description: str, function: Callable[[], T]) -> T:
         return function()
 
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def allocate(self, nbytes: int) -> SharedBuffer:
         return SharedBuffer([np.zeros(nbytes, np.uint8)], 0)
-
-    def buffers_belong_to(self, owner: BufferOwner) -> None:
-        pass
-
-    def release(self, buffer: SharedBuffer) -> None:
-        pass
-
-    def activity(self) -> None:
-        return None
-
-    def reject(self, operation: str, error: BaseException) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def interrupt(self, operation: str, cause: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def discard(self) -> None:
-        pass
-
-    def detach_after_fork(self) -> None:
-        pass

@@ -13,7 +13,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_void_p
 from typing import Any
 
 from ring_plugins.core.base.errors import DeviceError
-from ring_plugins.core.gpu.library import CFunction, CLibrary, open_cuda
+from ring_plugins.core.gpu.library import CLibrary, Declarations, open_cuda
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
@@ -21,29 +21,29 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-FUNCTIONS: dict[str, CFunction] = {
-    "cuInit": CFunction(0, (c_uint,)),
-    "cuGetErrorString": CFunction(0, (c_int, POINTER(c_char_p))),
-    "cuDeviceGet": CFunction(0, (POINTER(c_int), c_int)),
-    "cuDeviceGetCount": CFunction(0, (POINTER(c_int),)),
-    "cuDeviceGetUuid_v2": CFunction(0, (c_void_p, c_int)),
-    "cuDeviceGetPCIBusId": CFunction(0, (c_void_p, c_int, c_int)),
-    "cuPointerGetAttribute": CFunction(0, (c_void_p, c_int, c_void_p)),
-    "cuDevicePrimaryCtxRetain": CFunction(0, (POINTER(c_void_p), c_int)),
-    "cuCtxPushCurrent_v2": CFunction(0, (c_void_p,)),
-    "cuCtxPopCurrent_v2": CFunction(0, (POINTER(c_void_p),)),
-    "cuCtxSynchronize": CFunction(0, ()),
-    "cuCtxGetStreamPriorityRange": CFunction(0, (POINTER(c_int), POINTER(c_int))),
-    "cuStreamCreateWithPriority": CFunction(0, (POINTER(c_void_p), c_uint, c_int)),
-    "cuStreamDestroy_v2": CFunction(0, (c_void_p,)),
-    "cuStreamWaitEvent": CFunction(0, (c_void_p, c_void_p, c_uint)),
-    "cuStreamIsCapturing": CFunction(0, (c_void_p, POINTER(c_int))),
-    "cuThreadExchangeStreamCaptureMode": CFunction(0, (POINTER(c_int),)),
-    "cuEventCreate": CFunction(0, (POINTER(c_void_p), c_uint)),
-    "cuEventRecord": CFunction(0, (c_void_p, c_void_p)),
-    "cuEventQuery": CFunction(0, (c_void_p,)),
-    "cuEventElapsedTime": CFunction(0, (POINTER(c_float), c_void_p, c_void_p)),
-    "cuEventDestroy_v2": CFunction(0, (c_void_p,)),
+FUNCTIONS: Declarations = {
+    "cuInit": (c_uint,),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_void_p),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxSynchronize": (),
+    "cuCtxGetStreamPriorityRange": (POINTER(c_int), POINTER(c_int)),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
 }
 
 

@@ -11,7 +11,7 @@ import ctypes
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MissingDependency
@@ -21,16 +21,8 @@ NCCL_SONAME, CUDA_SONAME = "libnccl.so.2", "libcuda.so.1"
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-class CFunction(NamedTuple):
-    """A C function that returns a status.
-
-    Attributes:
-        since: the first version of the library that has it, as the library numbers itself.
-        arguments: ctypes types of its arguments.
-    """
-
-    since: int
-    arguments: tuple[Any, ...]
+#: Name of a C function that returns a status -> ctypes types of its arguments.
+Declarations = Mapping[str, tuple[Any, ...]]
 
 
 class CLibrary:
@@ -38,17 +30,13 @@ class CLibrary:
 
     Args:
         library: a `ctypes.CDLL`, or anything else that has C functions as attributes.
-        functions: name -> declaration.
+        functions: declares them.
     """
 
-    def __init__(self, library: Any, functions: Mapping[str, CFunction]) -> None:
+    def __init__(self, library: Any, functions: Declarations) -> None:
         self._library = library
         self._declared = functions
         self._functions: dict[str, Any] = {}
-
-    def since(self, name: str) -> int:
-        """The first version of the library that has a function."""
-        return self._declared[name].since
 
     def has(self, name: str) -> bool:
         """Whether the library has a function, whatever its version should have."""
@@ -63,7 +51,7 @@ class CLibrary:
         function = self._functions.get(name)
         if function is None:
             function = getattr(self._library, name)
-            function.argtypes, function.restype = self._declared[name].arguments, ctypes.c_int
+            function.argtypes, function.restype = self._declared[name], ctypes.c_int
             self._functions[name] = function
         status: int = function(*arguments)
         return status

@@ -9,7 +9,7 @@ from typing import Any
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, DeviceError
-from ring_plugins.core.gpu.library import CFunction, CLibrary, open_nccl
+from ring_plugins.core.gpu.library import CLibrary, Declarations, open_nccl
 
 SUCCESS, IN_PROGRESS = 0, 7
 #: The first release with nonblocking communicators. With an older one, a start that hangs could not be given up.
@@ -49,29 +49,35 @@ class Config(ctypes.Structure):
 _STREAM = _COMMUNICATOR = _MEMORY = c_void_p
 _TYPE = _REDUCTION = _RANK = c_int
 
-FUNCTIONS: dict[str, CFunction] = {
-    "ncclGetVersion": CFunction(0, (POINTER(c_int),)),
-    "ncclGetUniqueId": CFunction(0, (POINTER(UniqueId),)),
-    "ncclGroupStart": CFunction(0, ()),
-    "ncclGroupEnd": CFunction(0, ()),
-    "ncclCommInitRankConfig": CFunction(21400, (POINTER(c_void_p), c_int, UniqueId, _RANK, POINTER(Config))),
-    "ncclCommGetAsyncError": CFunction(20400, (_COMMUNICATOR, POINTER(c_int))),
-    "ncclCommAbort": CFunction(20400, (_COMMUNICATOR,)),
-    "ncclCommFinalize": CFunction(21400, (_COMMUNICATOR,)),
-    "ncclCommDestroy": CFunction(0, (_COMMUNICATOR,)),
-    "ncclAllReduce": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
-    "ncclBroadcast": CFunction(20200, (_MEMORY, _MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclReduce": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclAllGather": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _COMMUNICATOR, _STREAM)),
-    "ncclReduceScatter": CFunction(0, (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM)),
-    "ncclSend": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclRecv": CFunction(20700, (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM)),
-    "ncclMemAlloc": CFunction(21900, (POINTER(c_void_p), c_size_t)),
-    "ncclMemFree": CFunction(21900, (_MEMORY,)),
-    "ncclCommRegister": CFunction(21900, (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p))),
-    "ncclCommDeregister": CFunction(21900, (_COMMUNICATOR, c_void_p)),
-    "ncclCommWindowRegister": CFunction(22700, (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p), c_int)),
-    "ncclCommWindowDeregister": CFunction(22700, (_COMMUNICATOR, c_void_p)),
+FUNCTIONS: Declarations = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(UniqueId),),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, _RANK, POINTER(Config)),
+    "ncclCommGetAsyncError": (_COMMUNICATOR, POINTER(c_int)),
+    "ncclCommAbort": (_COMMUNICATOR,),
+    "ncclCommFinalize": (_COMMUNICATOR,),
+    "ncclCommDestroy": (_COMMUNICATOR,),
+    "ncclAllReduce": (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM),
+    "ncclBroadcast": (_MEMORY, _MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM),
+    "ncclReduce": (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _RANK, _COMMUNICATOR, _STREAM),
+    "ncclAllGather": (_MEMORY, _MEMORY, c_size_t, _TYPE, _COMMUNICATOR, _STREAM),
+    "ncclReduceScatter": (_MEMORY, _MEMORY, c_size_t, _TYPE, _REDUCTION, _COMMUNICATOR, _STREAM),
+    "ncclSend": (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM),
+    "ncclRecv": (_MEMORY, c_size_t, _TYPE, _RANK, _COMMUNICATOR, _STREAM),
+    "ncclMemAlloc": (POINTER(c_void_p), c_size_t),
+    "ncclMemFree": (_MEMORY,),
+    "ncclCommRegister": (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p)),
+    "ncclCommDeregister": (_COMMUNICATOR, c_void_p),
+    "ncclCommWindowRegister": (_COMMUNICATOR, _MEMORY, c_size_t, POINTER(c_void_p), c_int),
+    "ncclCommWindowDeregister": (_COMMUNICATOR, c_void_p),
+}
+
+#: The first release that has a function, where it came after `OLDEST`.
+_SINCE = {
+    **dict.fromkeys(("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister"), 21900),
+    **dict.fromkeys(("ncclCommWindowRegister", "ncclCommWindowDeregister"), 22700),
 }
 
 #: Our name of an element type -> ncclDataType_t and numbers per element. A boolean is a byte of 0 or 1.
@@ -143,7 +149,7 @@ class Nccl:
         """Call a function.
 
         Args:
-            name: a key of `FUNCTIONS`.
+            name: a key of `FUNCTIONS`, which this release has.
             arguments: its arguments.
             communicator: whose last error an error text quotes.
 
@@ -151,11 +157,8 @@ class Nccl:
             SUCCESS or IN_PROGRESS.
 
         Raises:
-            DeviceError: NCCL returned another status, or is too old for the function.
+            DeviceError: NCCL returned another status.
         """
-        since = self._library.since(name)
-        if self.version < since:
-            raise DeviceError(f"{name} needs NCCL {version_text(since)}, and this is {self}; upgrade it.")
         status = self._library.call(name, *arguments)
         if status not in (SUCCESS, IN_PROGRESS):
             raise DeviceError(f"{name} of {self} failed: {self.error_text(status, communicator)}")
@@ -163,7 +166,7 @@ class Nccl:
 
     def has(self, name: str) -> bool:
         """Whether this release has a function."""
-        return self.version >= self._library.since(name) and self._library.has(name)
+        return self.version >= _SINCE.get(name, OLDEST) and self._library.has(name)
 
     def error_text(self, status: int, communicator: c_void_p | None = None) -> str:
         """The meaning of a status, and the last error that NCCL logged."""

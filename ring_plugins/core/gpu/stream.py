@@ -28,6 +28,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ring_plugins.core.arrays.memory import DeviceMemory
@@ -60,6 +61,7 @@ class Streams(Protocol):
         """Multiply memory in place on the current stream; in float32 at least, then rounded to the memory's type."""
 
 
+@dataclass(eq=False)
 class QueuedOperation:
     """One operation, or one group of them, on the communication stream.
 
@@ -80,22 +82,20 @@ class QueuedOperation:
         step: number of the step that it is part of.
     """
 
-    def __init__(
-        self,
-        description: str,
-        operation: str,
-        number: int,
-        caller: int,
-        start_event: int,
-        end_event: int,
-        owners: list[Any],
-        is_captured: bool,
-    ) -> None:
-        self.description, self.operation, self.number, self.caller = description, operation, number, caller
-        self.start_event, self.end_event, self.owners, self.is_captured = start_event, end_event, owners, is_captured
-        self.queued_at, self.reached_at, self.done_at = time.monotonic(), 0.0, 0.0
-        self.times: tuple[int, ...] = ()
-        self.join_time, self.step = 0, steps.count
+    description: str
+    operation: str
+    number: int
+    caller: int
+    start_event: int
+    end_event: int
+    owners: list[Any]
+    is_captured: bool
+    times: tuple[int, ...] = ()
+    join_time: int = 0
+    queued_at: float = field(default_factory=time.monotonic)
+    reached_at: float = 0.0
+    done_at: float = 0.0
+    step: int = field(default_factory=lambda: steps.count)
 
     @property
     def text(self) -> str:
@@ -219,9 +219,8 @@ class StreamQueue:
         times = (self._begin_time, self._driver.record_time(self.stream)) if self._begin_time else ()
         end_event = self._record_event(self.stream)
         queued = QueuedOperation(
-            description, operation, number, caller, self._start_event, end_event, self._owners, is_captured
+            description, operation, number, caller, self._start_event, end_event, self._owners, is_captured, times
         )
-        queued.times = times
         self._owners, self._start_event, self._begin_time = [], 0, 0
         if is_captured:
             self.captured.append(queued)

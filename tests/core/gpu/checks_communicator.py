@@ -53,7 +53,7 @@ for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "int8"
         communicator.all_reduce(on_device(x), op)
         check(f"{op} {dtype}", x, np.full(5, expected, dtype))
 communicator.synchronize()
-communicator.poll([])  # as its watchdog does
+communicator.executor.poll([])  # as its watchdog does
 report("variables of NCCL", [os.environ.get(name) for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME")])
 x = np.full(7, rank, np.float32)
 communicator.all_reduce(on_device(x), ring.AVERAGE)
@@ -113,7 +113,7 @@ check("before the wait", before, np.full(5, rank, np.float32))
 check("after the wait", x, np.full(5, ranks.sum(), np.float32))
 communicator.synchronize()
 report("done", [was_done, work.done()])
-report("kept", len(communicator._queue.unfinished))
+report("kept", len(communicator.executor.queue.unfinished))
 library.delay = 0.0
 
 # Invalid arguments, which leave the communicator usable.
@@ -147,8 +147,8 @@ library.cuda.capturing = True
 report("captured", raised(lambda: fresh.all_reduce(on_device(x), ring.SUM), ArgumentError))
 communicator.all_reduce(on_device(x), ring.SUM)
 communicator.start("in a graph", lambda: communicator.all_reduce(on_device(x), ring.SUM)).wait()
-communicator.poll([])
-report("kept by graphs", len(communicator._queue.captured))
+communicator.executor.poll([])
+report("kept by graphs", len(communicator.executor.queue.captured))
 library.cuda.capturing = False
 fresh.close()
 
@@ -178,7 +178,7 @@ report("start", raised(lambda: world.current().new_device_communicator("late", 0
 # NCCL notices a failure between calls.
 library.log.clear()
 library.async_error = 6
-communicator.poll([])
+communicator.executor.poll([])
 library.async_error = 0
 report("noticed", raised(lambda: communicator.all_reduce(on_device(x), ring.SUM), DeviceError))
 deadline = time.monotonic() + 60

@@ -14,8 +14,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, PeerFailed
 from ring_plugins.core.control.wait import PeerRejected
-from ring_plugins.core.gpu import communicator as gpu_communicator
-from ring_plugins.core.gpu import connection, nccl
+from ring_plugins.core.gpu import connection, executor, nccl
 from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
 
@@ -212,7 +211,7 @@ def test_no_nap_while_a_thread_of_nccl_queues_a_group(monkeypatch):
     communicator, library = alone()
     reduce(communicator)
     monkeypatch.setattr(connection, "_SPIN", 5.0)  # a thread of the stand-in may be slow on a busy machine
-    monkeypatch.setattr(communicator._wait, "until", None)
+    monkeypatch.setattr(communicator.executor._wait, "until", None)
     library.group_seconds = 0.0005
     reduce(communicator)
 
@@ -308,7 +307,7 @@ def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
     reduce(communicator)
     library.aborts_end = False
     error = PeerFailed("rank 1 died", 1)
-    threading.Thread(target=communicator.abort, args=(error,), daemon=True).start()
+    threading.Thread(target=communicator.executor.abort, args=(error,), daemon=True).start()
     deadline = time.monotonic() + 60
     while "abort" not in library.log and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -348,9 +347,9 @@ class Host:
 
 
 def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
-    monkeypatch.setattr(gpu_communicator, "HostCommunicator", Host)
+    monkeypatch.setattr(executor, "HostCommunicator", Host)
     communicator, library = alone()
-    communicator._host = host = Host(communicator._host)
+    communicator._host = communicator.executor._host = host = Host(communicator._host)
     integers = on_device(np.ones(3, np.int32))
 
     def reject():
@@ -364,16 +363,16 @@ def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdo
     reject()
     assert host.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
     communicator.synchronize()
-    communicator.poll([])
+    communicator.executor.poll([])
     done = threading.Event()
     library.cuda.waits_at_once = False
     library.cuda.streams[communicator.stream].work.put(done.wait)
     reduce(communicator)  # the second operation, after one rejected call
     host.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
-    communicator.poll([])
+    communicator.executor.poll([])
     communicator.check()
     host.rejections[1, 1] = "rank 1 rejected it."
-    communicator.poll([])
+    communicator.executor.poll([])
     with pytest.raises(PeerRejected, match=r"rank 1 rejected it. The GPU of rank 0 waits for it in .*: all_reduce"):
         communicator.check()
     assert len(host.interrupted) == 1

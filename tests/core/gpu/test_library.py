@@ -11,7 +11,7 @@ import pytest
 
 from ring_plugins.core.base.errors import DeviceError, MissingDependency
 from ring_plugins.core.gpu import library
-from ring_plugins.core.gpu.library import CFunction, CLibrary
+from ring_plugins.core.gpu.library import CLibrary
 from tests.launch import REPOSITORY
 
 
@@ -79,5 +79,5 @@ def test_a_machine_without_the_cuda_driver_is_told(monkeypatch):
 
 
 def test_a_function_is_called_with_its_declared_types():
-    libc = CLibrary(ctypes.CDLL(None), {"abs": CFunction(0, (ctypes.c_int,))})
+    libc = CLibrary(ctypes.CDLL(None), {"abs": (ctypes.c_int,)})
     assert libc.call("abs", -3) == 3

@@ -9,7 +9,6 @@ import pytest
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import DeviceError
 from ring_plugins.core.gpu import load_nccl, nccl
-from ring_plugins.core.gpu.library import CFunction
 from ring_plugins.core.gpu.nccl import Nccl
 
 
@@ -41,7 +40,7 @@ def test_declarations_agree_with_the_wheels_header(name, real):
     header = (Path(real.path).parent.parent / "include/nccl.h").read_text()
     inside = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\);", header)[1]
     declared = [" ".join(argument.split()) for argument in inside.split(",") if argument.strip()]
-    ours = nccl.FUNCTIONS[name].arguments
+    ours = nccl.FUNCTIONS[name]
     assert len(declared) == len(ours)
     for text, type_ in zip(declared, ours, strict=True):
         assert re.fullmatch(C_TYPES[type_], text), (name, text, type_)
@@ -95,10 +94,11 @@ def test_a_library_before_2_14_is_rejected():
         Nccl(Old(21304), "here")
 
 
-def test_a_function_newer_than_the_library_names_the_release(monkeypatch):
-    monkeypatch.setitem(nccl.FUNCTIONS, "ncclCommShrink", CFunction(22700, ()))
-    with pytest.raises(DeviceError, match=r"ncclCommShrink needs NCCL 2.27.0, and this is NCCL 2.18.3 \(here\)"):
-        Nccl(Old(21803), "here").call("ncclCommShrink")
+@pytest.mark.parametrize(("version", "has"), [(21803, False), (21900, True)])
+def test_a_release_has_the_functions_that_came_before_it(version, has):
+    library = Old(version)
+    library.ncclMemAlloc = None
+    assert Nccl(library, "here").has("ncclMemAlloc") == has
 
 
 def test_unsupported_types_are_named():

@@ -80,7 +80,7 @@ def test_what_an_aborted_communicator_registered_is_never_freed(gpu):
 def test_what_a_graph_captured_stays_registered(gpu):
     communicator, library = gpu()
     memory = communicator.allocate_registered(64)
-    communicator._queue.captured.append(object())
+    communicator.executor.queue.captured.append(object())
     communicator.close()
     del memory
     gpu()[0].close()
@@ -91,7 +91,7 @@ def test_what_a_graph_captured_stays_registered(gpu):
 @pytest.mark.parametrize(("version", "said"), [(22700, ["window"]), (22605, ["register"]), (21803, [])])
 def test_the_release_of_nccl_decides(gpu, version, said):
     communicator, library = gpu()
-    communicator._registered._nccl.version = version
+    communicator.executor.registered._nccl.version = version
     memory = communicator.allocate_registered(64)
     assert library.log == said
     assert (memory is None) == (version < 21900)

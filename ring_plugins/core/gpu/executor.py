@@ -1,0 +1,392 @@
+"""Runs the operations of one communicator on a GPU, and looks after them while nobody calls.
+
+NCCL wants one thread at a time in a communicator. So everything happens under one lock: calls of the script, works that
+join its stream, and the looks of the monitor thread, by which `GpuWatchdog` sees to it that no GPU waits for a rank
+that is gone. Nothing here makes the host wait for the GPU unless its docstring says so. `connection` holds the NCCL
+communicator, and `stream` what is queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from math import inf
+from typing import Generic, TypeVar
+
+from ring_plugins.core.arrays.memory import DeviceMemory
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.collectives.api import Communicator, FailureState, Statistics
+from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.wait import LongWait, PeerRejected, Wait, long_waits
+from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
+from ring_plugins.core.gpu.cuda import Driver
+from ring_plugins.core.gpu.nccl import Nccl
+from ring_plugins.core.gpu.nccl_log import nccl_log
+from ring_plugins.core.gpu.registered import RegisteredPool
+from ring_plugins.core.gpu.stream import StreamQueue, Streams
+
+T = TypeVar("T")
+
+#: Set on an exception, the communicator whose members know of it.
+_TOLD = "_ring_rejection_told_on_gpu_in"
+
+
+class StreamWork(Generic[T]):
+    """A `Work` on a GPU.
+
+    Args:
+        description: as in `Work`.
+        result: returned by `wait`, to be used on the stream that was made to wait.
+        is_done: whether the GPU has finished it; asks, never waits.
+        join: lets the calling thread's stream wait for it.
+    """
+
+    def __init__(self, description: str, result: T, is_done: Callable[[], bool], join: Callable[[], None]) -> None:
+        self.description = description
+        self._result, self._is_done, self._join = result, is_done, join
+
+    def done(self) -> bool:
+        return self._is_done()
+
+    def wait(self) -> T:
+        """Let the calling thread's stream wait for it, not the thread itself, and return the result."""
+        self._join()
+        return self._result
+
+
+class DeviceExecutor:
+    """The executor of one communicator; its constructor is collective.
+
+    Args:
+        name, device, host, streams, wait, nccl, driver, own_stream: as for `DeviceCommunicator`.
+
+    Attributes:
+        connection: the NCCL communicator.
+        registered: the memory that is registered with it.
+        queue: what is queued on the stream.
+        failure: the error, if any, after which nothing is executed any more.
+        statistics: what was executed so far.
+        peers: world ranks of the other members.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        host: Communicator,
+        streams: Streams,
+        wait: Wait,
+        nccl: Nccl,
+        driver: Driver,
+        own_stream: bool,
+    ) -> None:
+        while _discarded:
+            _discarded.popleft().release_discarded()
+        self._name, self._device = name, device
+        self._host, self._streams, self._wait, self._driver = host, streams, wait, driver
+        self.statistics, self.failure = Statistics(), FailureState(name)
+        self._own = host.ranks[host.rank]
+        self.peers = [rank for rank in host.ranks if rank != self._own]
+        self._lock = threading.RLock()
+        #: By number of operations, how many calls this member rejected then.
+        self._rejected: dict[int, int] = {}
+        self._group_depth = 0
+        self._operation = ""
+        self._scaled_after: list[tuple[DeviceMemory, float]] = []  # once the group that is open has been queued
+        self._own_stream = driver.new_stream(device) if own_stream else 0
+        stream = self._own_stream or driver.stream(device)
+        self.connection = NcclConnection(name, device, host, wait, nccl, driver, stream)
+        self.queue = StreamQueue(name, self._own, stream, streams, driver)
+        self.registered = RegisteredPool(name, device, host, self.connection, nccl, driver)
+
+    # Order ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def exclusively(self, what: str) -> Iterator[None]:
+        """Keep other threads out, with the device current, and break the communicator with an error inside."""
+        with self._lock, self._breaking_on_error(what), self._driver.device(self._device):
+            yield
+
+    def start(self, description: str, function: Callable[[], T]) -> StreamWork[T]:
+        """See `DeviceCommunicator.start`."""
+        with self.exclusively(description):
+            caller = self.queue.follow_caller(description)
+            with self.queue.using():
+                result = function()
+            # It refers to all that it works on, also to tensors into which the framework copies a result at its end.
+            self.queue.keep_alive([function])
+            queued = self.queue.push(description, self._operation, self.statistics.operations, caller)
+
+        def is_done() -> bool:
+            with self._lock:
+                return self.queue.is_done(queued)
+
+        def join() -> None:
+            with self.exclusively(description):
+                self.queue.join(queued)
+
+        return StreamWork(description, result, is_done, join)
+
+    @contextlib.contextmanager
+    def launch(self, what: str, *memories: DeviceMemory) -> Iterator[None]:
+        """Queue the NCCL calls made inside as one, after the caller's work so far and before its next."""
+        for memory in memories:
+            self._check_memory(memory)
+        with self._lock, self._breaking_on_error(what):
+            self._operation = what
+            self.queue.keep_alive(memory.owner for memory in memories)
+            if self._group_depth:
+                yield
+                return
+            with self._driver.device(self._device):
+                caller = self.queue.follow_caller(what)
+                self._scaled_after.clear()
+                with self.connection.group(what):
+                    self._group_depth += 1
+                    try:
+                        yield
+                    finally:
+                        self._group_depth -= 1
+                for memory, factor in self._scaled_after:
+                    self.scale(memory, factor)
+                self.statistics.operations += 1
+                if caller != self.queue.stream:  # otherwise `start` made this stream current, and pushes at its end
+                    queued = self.queue.push("", self._operation, self.statistics.operations, caller)
+                    self.queue.make_follow(caller, queued)
+
+    def scale(self, memory: DeviceMemory, factor: float) -> None:
+        """Multiply memory on the communication stream."""
+        if memory.size and factor != 1.0:
+            with self.queue.using():
+                self._streams.scale(memory, factor)
+
+    def scale_after(self, memory: DeviceMemory, factor: float) -> None:
+        """Multiply memory once the group that is open has been queued."""
+        self._scaled_after.append((memory, factor))
+
+    def _check_memory(self, memory: DeviceMemory) -> None:
+        if not isinstance(memory, DeviceMemory):
+            raise ArgumentError(
+                f"{self._name} reduces memory of GPU {self._device} and was given memory of the CPU; move the tensor "
+                f"to cuda:{self._device} first."
+            )
+        if memory.device != self._device:
+            raise ArgumentError(
+                f"{self._name} belongs to GPU {self._device} and was given memory of GPU {memory.device}; each rank "
+                "uses one GPU. Call torch.cuda.set_device(ring_plugins.local_rank()) before putting anything on a GPU."
+            )
+
+    def synchronize(self) -> None:
+        """Wait on the host until the GPU has completed all operations of this communicator; notices dead peers."""
+
+        def is_idle() -> bool:
+            with self.exclusively("synchronize"):
+                self.queue.drop_finished()
+                return not self.queue.unfinished
+
+        self._wait.until(is_idle, lambda: self.peers, lambda: f"{self._name}: work of the GPU")
+
+    # Failure --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _breaking_on_error(self, what: str) -> Iterator[None]:
+        """Raise the error that broke the communicator; break it with an error that leaves members out of step."""
+        self.failure.check()
+        try:
+            yield
+        except ArgumentError:
+            raise
+        except RingError as error:
+            self._break(error)
+            raise
+        except Exception:
+            raise  # the framework's, from a function given to `start`
+        except BaseException as error:
+            self.interrupt(what, error)
+            raise
+
+    def interrupt(self, operation: str, cause: BaseException) -> None:
+        with self._lock:
+            self.failure.interrupt(operation, cause)
+            self.connection.abort()
+        self._host.interrupt(f"{self._name}: {operation}", cause)  # whose failure the other members look for (`poll`)
+
+    def _break(self, error: BaseException) -> None:
+        """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
+        self.failure.fail(error)
+        self.connection.abort()
+
+    def tell_rejection(self, operation: str, error: BaseException) -> None:
+        """Tell the members' watchdogs; once for an error that passes through several layers."""
+        if vars(error).get(_TOLD) == self._name or not isinstance(self._host, HostCommunicator):
+            return
+        vars(error)[_TOLD] = self._name
+        with self._lock:
+            number = self.statistics.operations
+            before = self._rejected.get(number, 0)
+            self._rejected = {
+                number: before + 1,
+                **{n: m for n, m in self._rejected.items() if n >= self.queue.finished},
+            }
+        self._host.reject_on_gpu(number, before, operation, error)
+
+    # For the watchdog, on its thread
+
+    def poll(self, departed: Sequence[int]) -> None:
+        """Notice what the GPU does for too long, and failures that NCCL reports; does nothing during a call.
+
+        Args:
+            departed: members (world ranks) whose processes have ended normally.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self.connection.is_open:
+                return
+            with self._breaking_on_error("its watchdog"), self._driver.device(self._device):
+                self._host.check()  # broken by a member that was interrupted
+                self.queue.poll()
+                self.connection.check()
+                self._check_rejections()
+                self.queue.check_progress(departed)
+            log = nccl_log()
+            if log is not None and self.peers and self.queue.has_completed:
+                log.report(self._own, self._host.rank == 0)
+        except RingError:
+            pass  # the next call raises it
+        finally:
+            self._lock.release()
+
+    def abort(self, error: BaseException) -> None:
+        """A member is gone: end kernels that wait for it, and let every further call raise `error`; waits for a second.
+
+        A call that is inside NCCL needs the communicator and keeps the lock. It polls the failure detector itself, and
+        raises soon.
+        """
+        if self.connection.is_open and self._lock.acquire(timeout=1.0):
+            try:
+                self._break(error)
+            finally:
+                self._lock.release()
+
+    def _check_rejections(self) -> None:
+        """Raise if a member has rejected an operation that this one's GPU waits in."""
+        oldest = self.queue.oldest
+        if oldest is None or not isinstance(self._host, HostCommunicator):
+            return
+        for number in range(self.queue.finished, oldest.number):
+            if rejection := self._host.rejection_on_gpu(number, self._rejected.get(number, 0)):
+                where = f"{self._name}: {oldest.text}"
+                error = PeerRejected(f"{rejection} The GPU of rank {self._own} waits for it in {where}.")
+                self._host.interrupt(where, error)  # that member may not know
+                raise error
+
+    # Life -----------------------------------------------------------------------------------------
+
+    def release_discarded(self) -> None:
+        """Close it without the peers, which may not have discarded theirs yet."""
+        with self._lock:
+            if self.queue.captured:
+                self.connection.drop()
+            else:
+                self.connection.abort()
+        self.close()
+
+    def close(self) -> None:
+        """Release the communicator once peers no longer need this rank, after 12 seconds at the latest.
+
+        What it registered is deregistered if the GPU is done with it, and is otherwise NCCL's until the process ends.
+
+        If a CUDA graph captured one of its operations, NCCL keeps its communicator until the process ends: nobody can
+        tell whether the graph still lives, and NCCL waits until it does not.
+        """
+        with self._lock:
+            if self.queue.captured:
+                self.connection.drop()
+            else:
+                self._deregister()
+                self.connection.finalize()
+            self.failure.close()
+            self.queue.clear()
+            own_stream, self._own_stream = self._own_stream, 0
+            if own_stream:
+                self._driver.destroy_stream(own_stream)
+        self.connection.wait_for_abort()
+        self.registered.close()
+        self._host.close()
+
+    def _deregister(self) -> None:
+        """Undo registrations, which NCCL cannot do any more once it finalizes; waits up to 10 s for the GPU."""
+        if not (self.registered.has_memory and self.connection.is_open):
+            return
+        end = time.monotonic() + FINALIZE_TIMEOUT
+
+        def over() -> bool:
+            self.queue.drop_finished()
+            return not self.queue.unfinished or time.monotonic() > end
+
+        with contextlib.suppress(RingError), self._driver.device(self._device):
+            self._wait.until(over, list, lambda: f"{self._name}: deregistering memory")
+            if not self.queue.unfinished:
+                self.registered.deregister()
+
+    def discard(self) -> None:
+        """Leave it to the next communicator to close this one: neither NCCL nor a lock may be waited for here."""
+        _discarded.append(self)
+
+    def detach_after_fork(self) -> None:
+        """In a forked child: let every call raise, since CUDA does not survive a fork."""
+        self._lock = threading.RLock()
+        self.connection.drop()
+        self.registered.detach_after_fork()
+        self.failure.detach_after_fork()
+
+
+#: Executors of communicators whose last user has gone.
+_discarded: deque[DeviceExecutor] = deque()
+
+
+class GpuWatchdog:
+    """A service of the monitor thread: polls or aborts communicators, and publishes what the GPUs wait for.
+
+    Args:
+        failure_detector: knows what became of the other ranks.
+        executors: returns those of this process.
+    """
+
+    def __init__(self, failure_detector: FailureDetector, executors: Callable[[], Sequence[DeviceExecutor]]) -> None:
+        self._failure_detector, self._executors = failure_detector, executors
+        self._published: set[Hashable] = set()
+
+    def tick(self, now: float) -> None:
+        executors = self._executors()
+        failure = self._failure_detector.failure() if executors else None
+        for executor in executors:
+            if failure is None:
+                executor.poll([rank for rank in executor.peers if self._failure_detector.has_ended(rank)])
+            else:
+                executor.abort(failure)  # a kernel that waits for a dead peer would never end
+        self._publish(executors)
+
+    def _publish(self, executors: Sequence[DeviceExecutor]) -> None:
+        """Put the first operation of each stream into `long_waits`; the others wait behind it."""
+        first: dict[int, tuple[float, DeviceExecutor]] = {}
+        for executor in executors:
+            stream, oldest = executor.queue.stream, executor.queue.oldest
+            if oldest is not None and oldest.queued_at < first.get(stream, (inf, executor))[0]:
+                first[stream] = (oldest.queued_at, executor)
+        found: dict[Hashable, LongWait | None] = {
+            ("stream", stream): executor.queue.long_wait(executor.peers) for stream, (_, executor) in first.items()
+        }
+        waits = {key: wait for key, wait in found.items() if wait is not None}
+        for key in self._published - waits.keys():
+            long_waits.pop(key, None)
+        long_waits.update(waits)
+        self._published = set(waits)
+
+    def close(self) -> None:
+        self._publish([])
