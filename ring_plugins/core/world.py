@@ -1,7 +1,7 @@
 """The job that this process belongs to: joining it, communicating in it, leaving it.
 
 `init` finds the other processes (core/rendezvous) and makes the `World`. In the world's first exchange every rank says
-where it is and how to detect its failure. From that follow which ranks share memory, the control channel to rank 0,
+where it is and how to detect its failure. From that follow which ranks share memory, the channel between the ranks,
 the failure detector, and the monitor thread with its services. The first communicator, of all ranks, comes last.
 
 Who the ranks are, and how they change while the job runs, is kept in members/.
@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import itertools
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -35,12 +36,13 @@ from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control import rank_zero
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread
+from ring_plugins.core.control.rank_zero import RankZero
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
@@ -71,7 +73,7 @@ class _Introduction(NamedTuple):
 
     Attributes:
         member: this process.
-        server: address of the control server, with its secret, from rank 0; None from the others.
+        server: from rank 0, where it listens if the others connect to it, and the secret of the job.
         records: whether rank 0 writes a timeline of the whole job.
         policy: its `FailurePolicy`.
         port: one that it has reserved, for other libraries; 0 if there is none.
@@ -109,7 +111,7 @@ class World:
         has_left: whether this process has left the job before its end, as others had agreed.
         communicator: of all ranks, for the public functions.
         launcher: "mpi", "rendezvous", "spawned" or "single".
-        failure_detector, channel, observers: the failure detector, the control channel, and the observing services;
+        failure_detector, channel, observers: the failure detector, the messages between ranks, the observing services;
             None in a job of one rank.
     """
 
@@ -180,20 +182,20 @@ class World:
         rank, size = rendezvous.rank, rendezvous.size
         own = Liveness.create(rank) if size > 1 and is_available() else None
         most = MOST_MEMBERS if policy.replaces else 0
-        server = ControlServer(size, rendezvous.addresses, most) if size > 1 and rank == 0 else None
+        server = RankZero(size, rendezvous.addresses) if size > 1 and rank == 0 and not self.recovers else None
         #: A port of this host for other libraries, of which `export_place` tells.
         self._reserved = reserve_port() if size > 1 and not policy.recovers else None
         if self.recovers and self.listener is None:
             self.listener = Listener(UNIX)
         introduction = _Introduction(
             self._own_member(own, rank),
-            server.address if server else None,
+            server.address if server else {"secret": secrets.token_hex(32)} if self.recovers else None,
             config.TIMELINE.is_set(),
             list(policy),
             self._reserved.getsockname()[1] if self._reserved is not None else 0,
         )
         told = read_each(rendezvous.gather(introduction), _Introduction.read)
-        self._server: dict[str, Any] = told[0].server or {}
+        self._server = told[0].server or {}
         self._secret = str(self._server.get("secret", "")).encode()
         self._reserved_ports = [one.port for one in told]
         nodes = virtual_nodes([one.member.domain for one in told], config.VIRTUAL_NODES.get())
@@ -233,6 +235,7 @@ class World:
     def _connect_alone(self) -> None:
         """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
         rank, slot, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
+        self.channel = Channel(rank, size)
         self._reserved = None
         liveness = Liveness.create(rank)
         assert self.own_slot is not None
@@ -253,7 +256,7 @@ class World:
         """From now on, the loss of a rank does not end the job; collective. `joined` as in `extend`."""
         assert self._monitor is not None
         assert self.listener is not None
-        for service in self.elastic.begin(self.listener, self.addresses(), joined):
+        for service in self.elastic.begin(self.listener, joined):
             self._monitor.add(service)
 
     def _write_join_info(self) -> None:
@@ -322,12 +325,17 @@ class World:
             None if own is None else LocalPeers(own, others, here.host if self.members.are_on_several_hosts() else "")
         )
 
-    def _make_monitor(self, server: ControlServer | None, records: bool) -> MonitorThread:
+    def _make_monitor(self, server: RankZero | None, records: bool) -> MonitorThread:
         """Set up what runs beside the job: control channel, failure detector, and the monitor thread's services."""
         members = self.members
         if server is not None and not members.are_on_several_hosts():
             server.only_this_host()
-        self.channel = server or ControlClient(self.world_rank, self._rendezvous.size, self._server, members.is_near(0))
+        if self.recovers:  # it starts once it is connected to all
+            self.channel = Channel(self.world_rank, self._rendezvous.size)
+        else:
+            connect = partial(rank_zero.connect, self.world_rank, self._server, members.is_near(0))
+            self.channel = Channel(self.world_rank, self._rendezvous.size, server, connect if self.world_rank else None)
+            self.channel.start()
         self.failure_detector = FailureDetector(members, self._local_peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated, records)
         launched = (
@@ -473,8 +481,8 @@ class World:
         if self.is_joining:
             return {}
         return {
-            "view": self.members.view, "made": self._made, "server": self._server,
-            "secret": self._secret.decode(), "shards": self.members.shards, "pending": sorted(self.elastic.pending),
+            "view": self.members.view, "made": self._made, "secret": self._secret.decode(),
+            "shards": self.members.shards, "pending": sorted(self.elastic.pending),
             "slots": self.members.told_of_slots(),
         }  # fmt: skip
 
@@ -517,9 +525,9 @@ class World:
         """
         peers = self.local_peers
         peers.add(others)
-        self._secret, self._server, self._made = told["secret"].encode(), told["server"], told["made"]
+        self._secret, self._made = told["secret"].encode(), told["made"]
         self.elastic.pending = frozenset(told["pending"])  # who may join later, as all members have agreed
-        self.channel = ControlClient(self.world_rank, self._rendezvous.size, self._server, True)
+        assert self.channel is not None
         self.failure_detector = FailureDetector(self.members, peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated)
         self._monitor = MonitorThread(self.failure_detector, self.channel, True, self.abort, self.status_after)

@@ -20,12 +20,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from ring_plugins.core.base.errors import RingError, SharedMemoryError
+from ring_plugins.core.base.errors import LaunchError, RingError, SharedMemoryError
 from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
-from ring_plugins.core.control import server as control_server
-from ring_plugins.core.control.channel import ControlConnection
+from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness
@@ -39,6 +38,7 @@ from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.peers import Peers
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
 from ring_plugins.core.rendezvous import bootstrap, record, slots
@@ -247,7 +247,10 @@ class Joins(JsonTarget):
 
     def __init__(self) -> None:
         super().__init__()
-        self._server = bootstrap._Server(socket.create_server(("127.0.0.1", 0)), 8, "")
+        self._server = self._new()
+
+    def _new(self) -> bootstrap._RankZero:
+        return bootstrap._RankZero(socket.create_server(("127.0.0.1", 0)), 8, "")
 
     def valid(self) -> list[bytes]:
         return [to_json(["join", {"size": 8, "host": "host1", "versions": record.own_versions()}]), b'["gather",1]']
@@ -257,23 +260,25 @@ class Joins(JsonTarget):
         with theirs:
             theirs.setblocking(False)
             server, rank = self._server, rng.choice((0, 1, 7, 8, -1, -(1 << 31)))
-            server._begin(Authenticated(ours, Claim(rank), "127.0.0.1"))
-            (joining,) = server._joining.values()
+            server.begin(Authenticated(ours, Claim(rank), "127.0.0.1"))
             if rng.randrange(8):
                 data = struct.pack("!Q", len(data)) + data
             for piece in _pieces(data, rng):
                 with contextlib.suppress(OSError):
                     theirs.send(piece)
-                problem = server._serve(joining)
-                assert isinstance(problem, str)
-            if server._joining:
-                server._drop(joining)
-            for rank, member in server.members.items():
-                assert 0 < rank < 8
-                member.frames.close()
+                try:
+                    for number, event in server._turn(0.0):
+                        server._take(number, event)
+                except LaunchError:  # it has told the ranks, and closed
+                    self._server = self._new()
+                    return
+            for number in list(server._joining):
+                server._drop(number)
+            for number, member in list(server.members.items()):
+                assert 0 < member.rank < 8
+                server._peers.hang_up(number)
             server.members.clear()
-            joining.frames.close()
-            assert len(server._selector.get_map()) == 1  # the acceptor
+            assert not list(server._peers)
 
     def close(self) -> None:
         self._server.close()
@@ -303,12 +308,12 @@ class Answers(JsonTarget):
 
 
 class ControlMessages(JsonTarget):
-    """Messages on the control channel, which reach the services of rank 0's monitor thread."""
+    """Messages between ranks, which reach the services of rank 0's monitor thread."""
 
     def __init__(self) -> None:
         super().__init__()
         members = Members(0, [Member(r, r, f"host{r}", 100_000_000 + r, f"domain{r}") for r in range(4)])
-        self._server = control_server.ControlServer(4)
+        self._server = Channel(0, 4)
         detector = FailureDetector(members, None, self._server)
         self._services: list[Any] = [
             StallWatch(self._server, detector, list),
@@ -345,19 +350,14 @@ class ControlMessages(JsonTarget):
 
     def run(self, data: bytes, rng: random.Random) -> None:
         server = self._server
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            connection = ControlConnection(rng.randrange(1, 4), FrameSocket(ours, Purpose.CONTROL))
-            with contextlib.suppress(Disconnected):
-                server._take(connection, data)
-            server._deliver()
+        server.receive(rng.randrange(1, 4), data)
+        server.poll(0.0)
         for service in self._services:
             with contextlib.suppress(Exception):  # the monitor thread drops a service that raises, and goes on
                 service.tick(time.monotonic())
         failure = self._detector.failure()
-        assert failure is None or b"failed" in data
+        assert failure is None or b"failed" in data or "it sent an invalid message" in str(failure)
         self._detector._remote_failure = None
-        server._outbox.clear()
 
     def close(self) -> None:
         self._server.abandon()
@@ -627,14 +627,12 @@ class MeshMessagesOfAllKinds(JsonTarget):
         self._peers = [
             Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", "", "127.0.0.1", 1) for rank in range(4)
         ]
-        self._unused: Any = SimpleNamespace(on=lambda *of: None, tell=lambda *of: None)
         super().__init__()
 
     def valid(self) -> list[bytes]:
         bodies = {
-            "server": {"secret": "00", "local": "x", "port": 1, "addresses": ["127.0.0.1"]},
             "dead": {"rank": 3},
-            "left": {"committed": 7},
+            "leaves": {"committed": 7},
             "admission": {"view": 1, "round": 1, "payload": {"from": 1}},
             "failed": {"rank": 1, "text": "x", "of": 1},
             "exits": {"rank": 1, "status": 3},
@@ -649,19 +647,20 @@ class MeshMessagesOfAllKinds(JsonTarget):
 
     def run(self, data: bytes, rng: random.Random) -> None:
         rank, sender = rng.sample(range(4), 2)
-        members = Members(rank, self._peers)
-        mesh = Mesh(members, self._unused, None, 2)
-        detector = FailureDetector(members, None, self._unused)
-        detector.go_on_over(mesh)
+        members, channel = Members(rank, self._peers), Channel(rank, 4)
+        mesh = Mesh(members, channel, None, 2)
+        detector = FailureDetector(members, None, channel)
+        detector.go_on_with(mesh)
         ends = {other: socket.socketpair() for other in range(4) if other != rank}
         for other, (ours, theirs) in ends.items():
-            mesh._add(other, FrameSocket(ours, Purpose.CONTROL))
+            channel.add(other, FrameSocket(ours, Purpose.CONTROL))
             theirs.setblocking(False)
         try:
             ends[sender][1].send(struct.pack("!Q", len(data)) + data)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(mesh_module, "ListenProbe", lambda *of: SimpleNamespace(close=list))
-                mesh._read(sender)
+                patch.setattr(mesh_module, "ListenProbe", lambda *of: SimpleNamespace(close=list, advance=str))
+                channel.turn(0.0)
+                channel.poll(0.0)
                 if rng.randrange(2):
                     mesh._note_silent(rng.choice([other for other in ends if other != sender]))
             mesh.must_agree()
@@ -677,7 +676,7 @@ class MeshMessagesOfAllKinds(JsonTarget):
             if mesh._consensus.lost():
                 str(mesh.members_lost())
         finally:
-            mesh.detach_after_fork()
+            channel.abandon()
             for ours, theirs in ends.values():
                 ours.close()
                 theirs.close()
@@ -699,7 +698,7 @@ class CalledCandidates(JsonTarget):
         theirs.setblocking(False)
         came = [{1: ours}]
         listener: Any = SimpleNamespace(take_accepted=lambda tag: came.pop() if came else {})
-        candidate = Candidate(9, listener)
+        candidate = Candidate(9, listener, peers := Peers())
         with ours, theirs, pytest.MonkeyPatch.context() as patch:
             patch.setattr(mesh_admission, "mesh_frames", lambda connected: FrameSocket(connected, Purpose.CONTROL))
             for message in (self.seeds[0], *rng.sample(self.seeds[:6], rng.randrange(3)), data):
@@ -715,8 +714,7 @@ class CalledCandidates(JsonTarget):
                     assert found.members and 9 in found.members
             assert all(rank == 1 for rank in candidate._of(view, 1))
             candidate.withdraw(view)
-            for frames in candidate.connections.values():
-                frames.close()
+            peers.close()
 
 
 class SupervisorMessages(JsonTarget):

@@ -1,7 +1,1 @@
-"""Failure detection, waiting for other ranks, and the control channel to rank 0."""
-
-from ring_plugins.core.control.channel import Channel
-from ring_plugins.core.control.client import ControlClient
-from ring_plugins.core.control.server import ControlServer
-
-__all__ = ["Channel", "ControlClient", "ControlServer"]
+"""Failure detection, messages between the ranks, and waiting for other ranks."""

@@ -1,106 +1,129 @@
-"""The control channel: small messages between rank 0 and every other rank, beside the data.
+"""Small messages between the ranks of a job, beside the data.
 
-Rank 0 is the server, the other ranks are clients, and this file holds what both have in common. A message is
-`[kind, body]` in JSON on an authenticated connection (core/net/auth.py). Either end sends "goodbye" before it
-closes a connection; a connection that ends without it is a failure.
+A message is `[kind, body]` in JSON. Which ranks are connected depends on what the job does when one is lost:
+
+- It ends: each is connected to rank 0 only (rank_zero.py), which passes on what concerns all. A thousand ranks have a
+  thousand connections. They are made in the background, and what is sent before waits.
+- It goes on, possibly without rank 0: each is connected to each other one (mesh.py).
+
+Either end sends "goodbye" before it closes a connection; one that ends without it is a failure.
+
+**Threads.** The channel's own thread moves the messages (core/net/peers.py). It also calls the handlers that are
+registered with `at_once`: those of failures and agreements, whose milliseconds count, and which never wait. All other
+handlers run in `poll`, on the monitor thread: those of reports, which may look at /proc or write files. Nothing waits
+for a message: a channel that is slow or broken costs the job its reports, never a step.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import selectors
-import socket
-import threading
+import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.net.auth import Disconnected
+from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.control.rank_zero import GOODBYE, RankZero
+from ring_plugins.core.net.acceptor import Authenticated
+from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.peers import Peers
+from ring_plugins.core.net.tcp_options import enable_keepalive
 
-#: Bytes that may wait to be sent on one connection; beyond it droppable messages are dropped.
-_MOST_UNSENT = 1 << 22
 #: Messages that may wait for a connection; beyond it the oldest are dropped.
 MOST_QUEUED = 1000
-#: Seconds that `Channel.close` takes to send what is left.
-CLOSE_SECONDS = 0.5
+#: Seconds for which `close` waits for a connection that is being made, and until the others have read what was sent.
+_LAST_CHANCE, _LINGER = 0.5, 1.0
+#: Seconds for which the thread sleeps at most.
+_IDLE = 1.0
 
 Body = dict[str, Any]
 #: Called with the rank that sent a message, and its body.
-Handler = Callable[[int, Body], None]
+Handler = Callable[[int, Body], object]
+#: Returns the connection to rank 0, or None if it gives up; takes what says that this rank leaves.
+Connect = Callable[[Callable[[], bool]], FrameSocket | None]
 
-#: In place of a rank: all other ranks; on rank 0 only.
+#: In place of a rank: all others that are connected, or are expected to be.
 EVERYONE = -1
 
-GOODBYE: list[Any] = ["goodbye", {}]
+
+class Watcher(Protocol):
+    """Decides what the end of a connection means; called on the channel's thread, which holds `peers.lock`."""
+
+    def note_end(self, rank: int, how: Disconnected) -> None:
+        """The connection to a rank has ended."""
+
+    def look(self) -> float:
+        """Do what is due, after each turn of the loop; returns in how many seconds the next is."""
 
 
-class ControlConnection:
-    """An authenticated connection to a rank, carrying control messages.
-
-    Attributes:
-        rank: at the other end.
-        frames: the messages as bytes.
-    """
-
-    def __init__(self, rank: int, frames: FrameSocket) -> None:
-        self.rank, self.frames = rank, frames
-
-    @property
-    def is_open(self) -> bool:
-        return self.frames.fileno() >= 0
-
-    def send(self, message: bytes, droppable: bool = False) -> None:
-        """Queue a message, which `frames.write` sends; drop a droppable one if too much waits already."""
-        if not droppable or self.frames.unsent <= _MOST_UNSENT:
-            self.frames.send(message)
-
-
-class Channel(abc.ABC):
-    """One rank's end of the control channel.
-
-    Any thread may call `tell`. One thread calls `poll`, which moves messages and runs handlers. Nothing waits for a
-    message: a channel that is slow or broken costs the job its reports, never a step.
+class Channel:
+    """One rank's messages to the others and from them. Any thread may send.
 
     Args:
         rank: of this process.
         size: of the job.
+        rank_zero: on rank 0, where the others connect, if they do so in the background.
+        connect: on the others, makes that connection.
 
     Attributes:
-        on_lost: called with a rank whose connection ended without a goodbye, and the reason.
-        on_left: called with a rank that sent goodbye.
-        on_joined: called on rank 0 with a rank that has just connected.
+        peers: the connections, by rank.
+        connected: ranks that are connected, as far as `poll` has come.
+        leader: the rank to which reports go.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.on_lost: Callable[[int, Disconnected], None] = lambda rank, how: None
-        self.on_left: Callable[[int], None] = lambda rank: None
-        self.on_joined: Callable[[int], None] = lambda rank: None
-        self._handlers: dict[str, Handler] = {}
+    def __init__(self, rank: int, size: int, rank_zero: RankZero | None = None, connect: Connect | None = None) -> None:
+        self.rank, self.size, self.leader = rank, size, 0
+        self.connected: set[int] = set()
+        expected = range(1, size) if rank_zero is not None else [0] if connect is not None else []
+        #: For ranks that have not connected yet: one that did not hear of a failure would wait for ever.
+        self._queued = {other: deque[bytes](maxlen=MOST_QUEUED) for other in expected}
+        self.peers = Peers(rank_zero.acceptor(lambda other: other in self.peers) if rank_zero is not None else None)
+        self._connect = connect
+        self._handlers: dict[str, tuple[Handler, bool]] = {}
         self._failed_handlers: set[str] = set()
-        self._outbox: deque[tuple[int, str, Body, bool]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._wake_end, self._waker = socket.socketpair()
-        self._wake_end.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._wake_end, selectors.EVENT_READ, None)
-        self._idle = threading.Event()
-        self._poller = 0  # the thread that polls
-        self._closed = False
+        self._on_joined: list[Callable[[int], object]] = []
+        self._on_end: list[Callable[[int, Disconnected | None], object]] = []
+        self._watcher: Watcher | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._closing_since = 0.0
+        self._thread = HelperThread(self._run, "ring:channel")
 
-    def on(self, kind: str, handler: Handler) -> None:
-        """Call `handler` with every message of this kind."""
-        self._handlers[kind] = handler
+    def on(self, kind: str, handler: Handler, at_once: bool = False) -> None:
+        """Call `handler` with every message of this kind.
+
+        Args:
+            kind, handler: of which messages, and what to call.
+            at_once: whether the channel's thread calls it, or this rank itself in `tell`. An exception then counts as
+                an invalid message, and ends the connection to its sender.
+        """
+        self._handlers[kind] = handler, at_once
+
+    def on_joined(self, handler: Callable[[int], object]) -> None:
+        """Have `poll` call `handler` with each rank that has been connected."""
+        self._on_joined.append(handler)
+
+    def on_end(self, handler: Callable[[int, Disconnected | None], object]) -> None:
+        """Have `poll` call `handler` with each rank whose connection has ended, and how; None for a goodbye."""
+        self._on_end.append(handler)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let `watcher` know of ends first, on the channel's thread."""
+        self._watcher = watcher
+
+    def start(self) -> None:
+        """Begin to move messages."""
+        self._thread.start()
+
+    # Called by any thread -------------------------------------------------------------------------
 
     def tell(self, rank: int, kind: str, body: Body | None = None, *, droppable: bool = False) -> None:
         """Send a message.
 
         Args:
-            rank: rank 0, or on rank 0 any other or `EVERYONE`.
+            rank: to whom; without direct connections to all, rank 0, or on rank 0 any other. Or `EVERYONE` else.
             kind: selects the handler.
             body: values that JSON can hold.
             droppable: whether it may be dropped when the network is too slow.
@@ -110,117 +133,80 @@ class Channel(abc.ABC):
         """
         if not isinstance(rank, int):
             raise TypeError(f"{rank!r} is not a rank")
-        self._idle.clear()
-        self._outbox.append((rank, kind, body or {}, droppable))
-        self._wake()
-
-    def poll(self, seconds: float) -> None:
-        """Move messages and call handlers; returns after `seconds` at the latest, or when something happened."""
-        if self._closed:
-            time.sleep(seconds)
+        if rank == self.rank:
+            self._dispatch(rank, kind, body or {})
             return
-        self._poller = threading.get_ident()
-        self._deliver()
-        self._write_all()
-        for key, events in self._selector.select(seconds):
-            if key.fileobj is self._wake_end:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_end.recv(4096)
-            elif isinstance(key.data, ControlConnection):
-                if events & selectors.EVENT_WRITE:
-                    self._write(key.data)
-                if events & selectors.EVENT_READ and key.data.is_open:
-                    self._read(key.data)
-            else:
-                key.data()
-        self._deliver()
-        if not self._has_more_to_send():
-            self._idle.set()
+        message = to_json([kind, body or {}])
+        with self.peers.lock:
+            for other in [*self.peers, *self._queued] if rank == EVERYONE else [rank]:
+                if other in self._queued:
+                    self._queued[other].append(message)
+                else:
+                    self.peers.send(other, message, droppable)
 
-    @property
-    def connected(self) -> list[int]:
-        """Ranks that are connected now."""
-        return [connection.rank for connection in self._connections()]
+    def add(self, rank: int, frames: FrameSocket) -> None:
+        """Exchange messages with a rank over this connection, which has authenticated itself."""
+        with self.peers.lock:
+            self.peers.add(rank, frames)
+            for message in self._queued.pop(rank, ()):
+                self.peers.send(rank, message)
+        self._inbox.put(partial(self._note_joined, rank))
+
+    def hang_up(self, rank: int) -> None:
+        """Close a connection now: nothing more of that rank counts."""
+        self.peers.hang_up(rank)
+        self._inbox.put(partial(self.connected.discard, rank))
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything is sent; returns whether it is.
-
-        The thread that polls calls this only when it dies, and sends by itself.
-        """
-        if threading.get_ident() == self._poller:
-            return self._send_everything(seconds)
-        self._wake()
-        return self._idle.wait(seconds)
-
-    def drain(self, seconds: float) -> None:
-        """Move messages until everything is sent; called by the thread that polls."""
+        """Wait until everything is sent; returns whether it is."""
         end = time.monotonic() + seconds
-        while not self._closed and self._has_more_to_send() and time.monotonic() < end:
-            self.poll(0.02)
-
-    def _send_everything(self, seconds: float) -> bool:
-        """Send what is queued, by nothing but the connections: anything else may be what has failed."""
-        end = time.monotonic() + seconds
-        while not self._closed:
-            self._deliver()
-            for connection in self._connections():
-                with contextlib.suppress(Disconnected):
-                    connection.frames.write()
-            if not self._has_more_to_send():
-                return True
+        while self._connect is not None and self._queued:  # rank 0 would else hear of its end, not of the cause
             if time.monotonic() > end:
-                break
+                return False
             time.sleep(0.005)
-        return False
+        return self.peers.flush(end - time.monotonic())
+
+    def wake(self) -> None:
+        """Let `poll` return."""
+        self._inbox.put(lambda: None)
+
+    # Called by the monitor thread -----------------------------------------------------------------
+
+    def poll(self, seconds: float) -> None:
+        """Call the handlers of what has arrived; returns after `seconds` at the latest, or when something has."""
+        try:
+            self._inbox.get(timeout=max(seconds, 0.0001))()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
 
     def close(self) -> None:
-        """Send goodbye and close; called by the thread that polls."""
-        if self._closed:
+        """Send goodbye and what was told before, and close."""
+        if self._closing_since:
             return
-        self._deliver()  # what was told before goes out before the goodbye, after which nobody reads
-        self._say_goodbye()
-        end = time.monotonic() + CLOSE_SECONDS
-        while self._has_more_to_send() and time.monotonic() < end:
-            self.poll(0.05)
-        self.abandon()
+        self._closing_since = time.monotonic()
+        self.peers.wake()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_CHANCE + _LINGER + 1.0)
+        elif self._thread.ident is None:
+            self.peers.abandon()
 
     def abandon(self) -> None:
-        """Close all sockets without a goodbye, as a forked child must.
+        """Close all sockets without a goodbye, as a forked child must."""
+        self._closing_since = self._closing_since or time.monotonic()
+        self.peers.abandon()
 
-        Unregisters nothing from the selector: the kernel's side of it is the parent's too.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        self._idle.set()
-        for connection in self._connections():
-            connection.frames.close()
-        self._wake_end.close()
-        self._waker.close()
-        self._selector.close()
+    def _note_joined(self, rank: int) -> None:
+        self.connected.add(rank)
+        for handler in self._on_joined:
+            handler(rank)
 
-    # Implemented by the two ends ------------------------------------------------------------------
+    def _note_ended(self, rank: int, how: Disconnected | None) -> None:
+        for handler in self._on_end:
+            handler(rank, how)
 
-    @abc.abstractmethod
-    def _send(self, rank: int, message: bytes, droppable: bool) -> None:
-        """Queue a message on the connections to `rank`."""
-
-    @abc.abstractmethod
-    def _connections(self) -> list[ControlConnection]:
-        """Authenticated connections."""
-
-    @abc.abstractmethod
-    def _forget(self, connection: ControlConnection) -> None:
-        """A connection has ended, with or without a goodbye."""
-
-    @abc.abstractmethod
-    def _say_goodbye(self) -> None:
-        """Queue a goodbye on every connection."""
-
-    def _handle(self, sender: int, kind: Any, body: Any) -> None:
-        handler = self._handlers.get(kind) if isinstance(kind, str) and isinstance(body, dict) else None
-        if handler is None:
-            return
+    def _handle(self, handler: Handler, sender: int, kind: str, body: Body) -> None:
         try:
             handler(sender, body)
         except Exception:  # an error in a report must not end the monitor thread
@@ -228,67 +214,69 @@ class Channel(abc.ABC):
                 self._failed_handlers.add(kind)
                 logger.exception(f'rank {self.rank}: handling the message "{kind}" of rank {sender} failed')
 
-    def _read(self, connection: ControlConnection, lost: Disconnected | None = None) -> None:
-        """Handle what has arrived on a connection, and its end.
+    # The thread -----------------------------------------------------------------------------------
 
-        Args:
-            connection: to read.
-            lost: why it has ended, None if that is not known yet.
-        """
-        messages = []
-        try:
-            messages = connection.frames.read()
-        except Disconnected as error:
-            lost = lost or error
-        try:
-            for data in messages:
-                self._take(connection, data)
-                if not connection.is_open:  # by a goodbye, or by a handler
-                    return
-        except Disconnected as error:
-            lost = error
-        if lost is not None:
-            self._forget(connection)
-            self.on_lost(connection.rank, lost)
+    def _run(self) -> None:
+        if self._connect is not None:
+            frames = self._connect(self._is_closed)
+            with self.peers.lock:
+                self.add(0, frames) if frames is not None else self._queued.clear()
+        due = 0.0
+        while not self._closing_since:
+            due = self.turn(due)
+        with self.peers.lock:
+            for rank in self.peers:
+                self.peers.send(rank, to_json(GOODBYE))
+        self.peers.close(_LINGER)
 
-    def _take(self, connection: ControlConnection, data: bytes) -> None:
-        message = from_json(data)
-        if not isinstance(message, list) or len(message) != 2:
-            raise Disconnected("it sent an invalid message", is_invalid=True)
-        if message == GOODBYE:
-            self._forget(connection)
-            self.on_left(connection.rank)
+    def _is_closed(self) -> bool:
+        return bool(self._closing_since) and time.monotonic() > self._closing_since + _LAST_CHANCE
+
+    def turn(self, seconds: float) -> float:
+        """Move what can be moved, and wait so long for something; returns in how many seconds the next turn is due."""
+        ready = self.peers.wait(seconds)
+        with self.peers.lock:
+            for new in self.peers.accepted():
+                self._accept(new)
+            for rank, event in self.peers.events(ready):
+                self._end(rank, event) if isinstance(event, Disconnected) else self.receive(rank, event)
+            return self._watcher.look() if self._watcher is not None else _IDLE
+
+    def _accept(self, new: Authenticated) -> None:
+        if new.claim.rank in self.peers:  # a rank that connected twice at once
+            new.socket.close()
+            return
+        enable_keepalive(new.socket)
+        self.add(new.claim.rank, FrameSocket(new.socket, Purpose.CONTROL))
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Take a message of a rank; called with the lock."""
+        try:
+            message = from_json(data)
+            if message == GOODBYE:
+                self._end(rank, None)
+                return
+            kind, body = message
+            if not isinstance(kind, str) or not isinstance(body, dict):
+                raise TypeError("not a kind and a body")
+            self._dispatch(rank, kind, body)
+        except Exception as error:  # what one rank sends must not end this one's thread, on which all others rely
+            how = Disconnected(f"it sent an invalid message: {data[:200]!r}", is_invalid=True)
+            how.__cause__ = error
+            self._end(rank, how)
+
+    def _dispatch(self, sender: int, kind: str, body: Body) -> None:
+        handler, at_once = self._handlers.get(kind, (None, False))
+        if handler is None:
+            return
+        if at_once:
+            with self.peers.lock:
+                handler(sender, body)
         else:
-            self._handle(connection.rank, *message)
+            self._inbox.put(partial(self._handle, handler, sender, kind, body))
 
-    def _write(self, connection: ControlConnection) -> None:
-        try:
-            connection.frames.write()
-        except Disconnected as error:
-            self._read(connection, error)  # the rank may have said why it ends
-
-    def _deliver(self) -> None:
-        while self._outbox:
-            rank, kind, body, droppable = self._outbox.popleft()
-            if rank == self.rank:
-                self._handle(rank, kind, body)
-            else:
-                self._send(rank, to_json([kind, body]), droppable)
-
-    def _write_all(self) -> None:
-        for connection in self._connections():
-            if connection.frames.unsent:
-                self._write(connection)
-                if not connection.is_open:
-                    continue
-            key = self._selector.get_key(connection.frames)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.frames.unsent else 0)
-            if key.events != wanted:
-                self._selector.modify(connection.frames, wanted, connection)
-
-    def _has_more_to_send(self) -> bool:
-        return bool(self._outbox) or any(connection.frames.unsent for connection in self._connections())
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
+    def _end(self, rank: int, how: Disconnected | None) -> None:
+        self.hang_up(rank)
+        if self._watcher is not None:
+            self._watcher.note_end(rank, how or Disconnected("it closed the connection"))
+        self._inbox.put(partial(self._note_ended, rank, how))

@@ -35,7 +35,8 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
@@ -79,7 +80,7 @@ class FailureDetector:
     Args:
         members: of the job.
         local_peers: the ranks of this host, where they share memory.
-        channel: to rank 0, and from there to all.
+        channel: to rank 0, and from there to all; or to all.
 
     Attributes:
         members: as given.
@@ -88,8 +89,7 @@ class FailureDetector:
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
-        mesh: direct connections to all ranks, if the job goes on when ranks are lost. They take the channel's place for
-            all that ends or breaks something, since rank 0 may be lost.
+        mesh: knows who is lost, if the job goes on then. The channel connects all ranks to each other in that case.
     """
 
     def __init__(self, members: Members, local_peers: LocalPeers | None, channel: Channel) -> None:
@@ -110,30 +110,30 @@ class FailureDetector:
         self._left_here: dict[int, float] = {}
         self._departures: list[int] = []  # which rank 0 has not yet forwarded
         self._exit_status: dict[int, int] = {}  # of ranks that leave with another one than 0
-        channel.on("failed", lambda sender, body: self._note_failed(body))
-        channel.on("exits", lambda sender, body: self._note_exit(body))
-        channel.on("broken", lambda sender, body: self._note_broken(body))
-        channel.on("rejected", lambda sender, body: self._note_rejected(body))
+        for kind, note in (
+            ("failed", self._note_failed),
+            ("exits", self._note_exit),
+            ("broken", self._note_broken),
+            ("rejected", self._note_rejected),
+        ):
+            channel.on(kind, partial(self._receive, note), at_once=True)
         channel.on("knows of broken", self._note_knowing)
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
-        channel.on_lost, channel.on_left = self._note_lost, lambda rank: self._note_left([rank])
+        channel.on_end(self._note_end)
 
-    def go_on_over(self, mesh: Mesh) -> None:
-        """From now on, losses do not end the job, and other failures are told over these connections."""
-        mesh.on("failed", lambda sender, body: self._note_failed(body), only_from_members=True)
-        mesh.on("exits", lambda sender, body: self._note_exit(body), only_from_members=True)
-        mesh.on("broken", lambda sender, body: self._note_broken(body), only_from_members=True)
-        mesh.on("rejected", lambda sender, body: self._note_rejected(body), only_from_members=True)
+    def _receive(self, note: Callable[[dict[str, Any]], None], sender: int, body: dict[str, Any]) -> None:
+        if self.mesh is None or self.mesh.is_member(sender):
+            note(body)
+
+    def go_on_with(self, mesh: Mesh) -> None:
+        """From now on, losses do not end the job, and all ranks are connected to each other."""
         self.mesh = mesh
         if self._local_peers is not None:
             self._local_peers.may_be_lost = True
 
     def _tell(self, kind: str, body: dict[str, Any]) -> None:
         """Tell all ranks: directly, or over rank 0, which passes it on."""
-        if self.mesh is not None:
-            self.mesh.tell_all(kind, body)
-        else:
-            self._channel.tell(0, kind, body)
+        self._channel.tell(0 if self.mesh is None else EVERYONE, kind, body)
 
     def _pass_on(self, kind: str, body: dict[str, Any]) -> None:
         if self.rank == 0 and self.mesh is None:
@@ -349,11 +349,14 @@ class FailureDetector:
             network=True,
         )
 
-    def _note_lost(self, rank: int, how: Disconnected) -> None:
-        """The control connection of a rank ended without a goodbye."""
+    def _note_end(self, rank: int, how: Disconnected | None) -> None:
+        """The connection to a rank has ended, by a goodbye if `how` is None."""
+        if self.mesh is not None:
+            return  # it has seen that
+        if how is None:
+            self._note_left([rank])
+            return
         peer = self.members.known[rank]
-        if self.mesh is not None and not how.is_invalid:
-            return  # it has its own connection to that rank
         if how.code in _NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
@@ -373,7 +376,8 @@ class FailureDetector:
         # The rank "of" ignores the message, since it concerns that rank itself. But a rank behind a lost network may
         # still receive it, and cannot learn of the loss otherwise if it only waits for data.
         of = -1 if network else rank
-        self._note_failed({"rank": rank, "text": text, "of": of, "lost": True, "network": network})
+        body = {"rank": rank, "text": text, "of": of, "lost": True, "network": network}
+        self._channel.tell(self.rank, "failed", body)  # one after the other with the failures of which others tell
 
     def _note_failed(self, body: dict[str, Any]) -> None:
         if self._remote_failure is not None:

@@ -13,18 +13,16 @@ confirmation there (collectives/recovery.py), and whoever learns of a loss gives
 **Who is left?** Another rank may die just then, so that survivors differ in whom they saw die. They agree
 (consensus.py), in the same way on one host and on several; on one host nobody is ever silent, so whoever lives decides.
 
-**Connections.** What ranks tell each other over the control channel passes through rank 0, which may be the one that is
-lost. And a connection that ends does not say why: the process may have died, the network may be cut, or the other side
-may have given the connection up.
+**Connections.** Rank 0 may be the one that is lost. So each rank has a connection to each other one, from the start, on
+the port or socket where it listens, and its channel (channel.py) moves messages over them. Whoever is lost, all others
+notice by themselves, and nobody has to be found first: the agreement on who is left (consensus.py), failures and
+rejections (failure_detector.py) travel from rank to rank.
 
-So each rank has a connection to each other one, from the start, on the port or socket where it listens. A thread
-reads them. So whoever is lost, all others notice by themselves, and nobody has to be found first: the agreement on who
-is left (consensus.py), failures and rejections (failure_detector.py), and the address of a new control channel travel
-from rank to rank.
-
-**Death or silence.** Between hosts, a rank whose connection has ended is asked once more whether it listens
-(listen_probe.py): it is dead, or it counts as silent. For ranks of the same host, the lock on their memory says whether
-they are dead (liveness.py); a rank that has seen that tells all others. The kernel ends a connection whose data or
+**Death or silence.** A connection that ends does not say why: the process may have died, the network may be cut, or the
+other side may have given the connection up. Between hosts, a rank whose connection has ended is asked once more whether
+it listens (listen_probe.py): it is dead, or it counts as silent. For ranks of the same host, the lock on their memory
+says whether they are dead (liveness.py); a rank that has seen that tells all others. The kernel ends a connection whose
+data or
 probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. Silence of one rank is that of its host,
 whose ranks share memory: they stay in the job or are left out together. A rank that is once silent stays so, even if
 the network comes back: by then the other side may have decided, too.
@@ -38,23 +36,21 @@ rank that computes without releasing the GIL for a dead one.
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, name_ranks
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.member import Member, Members
-from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.consensus import Consensus, Decision, Message
 from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
 from ring_plugins.core.net.auth import Disconnected, Purpose
-from ring_plugins.core.net.frames import FrameSocket, close_when_read, from_json, to_json
+from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.tcp_options import end_when_silent
 
@@ -62,12 +58,8 @@ from ring_plugins.core.net.tcp_options import end_when_silent
 MESH_TAG = -1
 #: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
 _LOOK, _IDLE = 0.01, 1.0
-#: Seconds for which `close` waits until the others have read the last messages.
-_LINGER = 1.0
 #: Ranks of a job that have connections to each other.
 MOST_RANKS = 256
-
-Handler = Callable[[int, dict[str, Any]], None]
 
 
 class Waiting(Protocol):
@@ -77,11 +69,11 @@ class Waiting(Protocol):
 
 
 class Mesh:
-    """This rank's connections to all others, and its part in agreements.
+    """What this rank knows of all others by its connections to them, and its part in agreements.
 
     Args:
         members: of the job; an agreement changes who they are.
-        listener: makes the connections.
+        channel: moves the messages; has no connections yet.
         local_peers: the ranks of this host, where they share memory.
         min_ranks: with how many ranks the job goes on.
         committed: from which to count on, in a process that joins.
@@ -97,13 +89,12 @@ class Mesh:
             have: they find it in their next operation, so this one takes it over there, too. None if there are none.
         joined: members of the last view that is agreed on that were none in the view before.
         is_excluded: whether the others go on without this rank, if they go on at all.
-        announced: by rank, where it listens in the place of rank 0.
     """
 
     def __init__(
         self,
         members: Members,
-        listener: Listener,
+        channel: Channel,
         local_peers: LocalPeers | None,
         min_ranks: int,
         committed: int = 0,
@@ -111,104 +102,72 @@ class Mesh:
         on_left_out: Callable[[], object] = lambda: None,
     ) -> None:
         self.confirms = confirms
-        self.rank, self.members, self._listener = members.own, members, listener
+        self.rank, self.members, self._channel = members.own, members, channel
         self._local_peers, self._min_ranks = local_peers, min_ranks
         self.committed, self._agreed = committed, members.view
         self.pending: list[int] | None = None
         self.joined: tuple[int, ...] = ()
         self.is_excluded = False
-        self.announced: dict[int, dict[str, Any]] = {}
         self._on_left_out = on_left_out
-        self._handlers: dict[str, Handler] = {}
-        self._lock = threading.RLock()
+        self._lock = channel.peers.lock
         self._consensus = Consensus(self.rank, sorted(members.ranks), self._send_message, self._hang_up, members.view)
-        self._connections: dict[int, FrameSocket] = {}
         self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
         self._probes: dict[int, ListenProbe] = {}
-        self._selector = selectors.DefaultSelector()
-        self._wake_end, self._waker = socket.socketpair()
-        self._wake_end.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._wake_end, selectors.EVENT_READ, None)
-        self._is_agreeing = self._is_admitting = self._closed = False
-        self._backlog: list[tuple[int, bytes]] = []
+        self._is_agreeing = self._is_admitting = False
         #: What ranks have told in the admission of a process: by view, round and rank.
         self._told: dict[tuple[int, int, int], Any] = {}
         self._problems: dict[int, str] = {}  # by view
-        self._thread = HelperThread(self._run, "ring:mesh")
-        self.on("server", self._note_server)
-        self.on("dead", lambda sender, body: self._consensus.note_dead(self._rank_in(body)))
-        self.on("left", lambda sender, body: self._consensus.note_left(sender, int(body["committed"])))
-        self.on("agree", self._consensus.receive)
-        self.on("admission", self._note_told)
+        channel.watch(self)
+        for kind, handler in (
+            ("dead", lambda sender, body: self._consensus.note_dead(self._rank_in(body))),
+            ("leaves", lambda sender, body: self._consensus.note_left(sender, int(body["committed"]))),
+            ("agree", self._consensus.receive),
+            ("admission", self._note_told),
+        ):
+            channel.on(kind, handler, at_once=True)
 
-    def on(self, kind: str, handler: Handler, only_from_members: bool = False) -> None:
-        """Call `handler` with every message of this kind, and its sender.
-
-        Args:
-            kind, handler: of which messages, and what to call.
-            only_from_members: whether to drop what a rank says that has been left out.
-        """
-
-        def from_members(sender: int, body: dict[str, Any]) -> None:
-            if sender in self._consensus.members:
-                handler(sender, body)
-
-        self._handlers[kind] = from_members if only_from_members else handler
-
-    def connect(self, wait: Waiting) -> None:
+    def connect(self, listener: Listener, wait: Waiting) -> None:
         """Connect to all other ranks, which call this too, and begin to watch them."""
         missing = [rank for rank in self.members.ranks if rank != self.rank]
         end = time.monotonic() + config.START_TIMEOUT.get()
 
         def are_connected() -> bool:
             for rank in list(missing):
-                if (connected := self._listener.connection(rank, MESH_TAG)) is not None:
-                    self._add(rank, mesh_frames(connected))
+                if (connected := listener.connection(rank, MESH_TAG)) is not None:
+                    self._channel.add(rank, mesh_frames(connected))
                     missing.remove(rank)
             if missing and time.monotonic() > end:
-                self._listener.raise_missing(missing)
+                listener.raise_missing(missing)
             return not missing
 
         wait.until(are_connected, lambda: missing, lambda: "connecting to all ranks")
-        self._thread.start()
+        self._channel.start()
 
-    def go_on_from(
-        self, connections: Mapping[int, FrameSocket], backlog: Sequence[tuple[int, bytes]], decision: Decision
-    ) -> None:
-        """Take over the connections to all other ranks that this one has joined, and begin to watch them.
+    def go_on_from(self, backlog: Sequence[tuple[int, bytes]], decision: Decision) -> None:
+        """Begin to watch the ranks that this one has joined, to those of which the channel is connected that live.
 
         Args:
-            connections: by rank; those lack that have ended already.
             backlog: messages that have arrived already, each with its sender.
             decision: that this rank joins, which others may not know yet.
         """
-        for rank, frames in connections.items():
-            self._add(rank, frames)
-        self._consensus.take_over(decision)
-        for rank in self.members.ranks:
-            if rank != self.rank and rank not in connections:
-                self._note_end(rank, Disconnected("it closed the connection"))
-        self._backlog = list(backlog)
-        self._thread.start()
-
-    def _add(self, rank: int, frames: FrameSocket) -> None:
-        self._connections[rank] = frames
-        self._selector.register(frames, selectors.EVENT_READ, rank)
+        with self._lock:
+            self._consensus.take_over(decision)
+            for rank in self._channel.peers:
+                if rank not in decision.members:
+                    self._hang_up(rank)
+            for rank in self.members.ranks:
+                if rank != self.rank and rank not in self._channel.peers:
+                    self.note_end(rank, Disconnected("it closed the connection"))
+            for rank, data in backlog:
+                if rank in self._channel.peers:
+                    self._channel.receive(rank, data)
+        self._channel.start()
 
     # What the rest of the process asks ------------------------------------------------------------
 
-    def tell_all(self, kind: str, body: dict[str, Any]) -> None:
-        """Send a message to all ranks that can be reached; any thread may call it."""
-        message = to_json([kind, body])
-        with self._lock:
-            for rank in list(self._connections):
-                self._send(rank, message)
-
-    def announce(self, address: dict[str, Any]) -> None:
-        """Tell all ranks, this one too, where this rank listens in the place of rank 0."""
-        self.announced[self.rank] = address
-        self.tell_all("server", address)
+    def is_member(self, rank: int) -> bool:
+        """Whether what a rank says counts: not if it has been left out, or has yet to join."""
+        return rank in self._consensus.members
 
     def dead(self) -> frozenset[int]:
         """Members that are dead, as far as this rank knows; none while it agrees or lets a process join."""
@@ -257,7 +216,7 @@ class Mesh:
         """The network to the host of a rank is lost; any thread may call it."""
         with self._lock:
             self._note_silent(rank)
-        self._wake()
+        self._channel.peers.wake()
 
     def agree(self, wait: Waiting, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
         """Agree with all that can be reached on the next view; each calls this when it has raised `MembersLost`.
@@ -282,10 +241,12 @@ class Mesh:
         try:
             self._is_agreeing = True
             if not joining:  # others may be prepared already, and wait for this rank
-                self.tell_all("admission", {"view": view, "problem": f"rank {self.rank} does not take part."})
+                self._channel.tell(
+                    EVERYONE, "admission", {"view": view, "problem": f"rank {self.rank} does not take part."}
+                )
             with self._lock:
                 consensus.arrive(view, self.committed, leaving, joining)
-            self._wake()
+            self._channel.peers.wake()
             wait.until(
                 lambda: view in consensus.decisions or consensus.has_no_quorum,
                 self._awaited,
@@ -339,13 +300,11 @@ class Mesh:
         """Talk to a process that is to join over this connection."""
         with self._lock:
             self._hang_up(rank)
-            self._add(rank, mesh_frames(connected))
-        self._wake()
+            self._channel.add(rank, mesh_frames(connected))
 
-    def tell(self, rank: int, kind: str, body: dict[str, Any]) -> None:
-        """Send a message to one rank."""
-        with self._lock:
-            self._send(rank, to_json([kind, body]))
+    def tell(self, rank: int, body: dict[str, Any]) -> None:
+        """Send a message of the admission to one rank, or to `EVERYONE`."""
+        self._channel.tell(rank, "admission", body)
 
     def told(self, view: int, number: int) -> dict[int, Any]:
         """What ranks have told in a round of the admission that the agreement on a view is to end."""
@@ -360,7 +319,7 @@ class Mesh:
         """
         with self._lock:
             self._look_at_locks()
-            if self._consensus.lost() or (joiner is not None and joiner not in self._connections):
+            if self._consensus.lost() or (joiner is not None and joiner not in self._channel.peers):
                 return ""
         return self._problems.get(view)
 
@@ -372,9 +331,9 @@ class Mesh:
     def note_joined(self, rank: int) -> None:
         """A process has joined, which this rank watches now; its connection may have ended already."""
         with self._lock:
-            if rank not in self._connections and rank in self._consensus.members:
-                self._note_end(rank, Disconnected("it closed the connection"))
-        self._wake()
+            if rank not in self._channel.peers and self.is_member(rank):
+                self.note_end(rank, Disconnected("it closed the connection"))
+        self._channel.peers.wake()
 
     def _note_told(self, sender: int, body: dict[str, Any]) -> None:
         view = int(body["view"])
@@ -400,24 +359,14 @@ class Mesh:
         return rank in self._consensus.silent and rank not in self._consensus.dead
 
     def close(self) -> None:
-        """Tell all that this rank leaves, and close. One that is cut off says nothing, and its end will be seen."""
-        if self._closed or self.is_excluded or not self._thread.is_alive():
-            return
-        self.tell_all("left", {"committed": self.committed})
-        self._closed = True
-        self._wake()
-        self._thread.join(_LINGER + 1.0)
+        """Tell all that this rank leaves. One that is excluded says nothing, and its end will be seen."""
+        if not self.is_excluded:
+            self._channel.tell(EVERYONE, "leaves", {"committed": self.committed})
 
     def detach_after_fork(self) -> None:
         """In a forked child: close the sockets, which are the parent's, or nobody would see its death."""
-        self._closed = True
-        for frames in self._connections.values():
-            frames.close()
         for probe in self._probes.values():
             probe.close()
-        self._wake_end.close()
-        self._waker.close()
-        self._selector.close()
 
     def _awaited(self) -> list[int]:
         with self._lock:
@@ -459,97 +408,31 @@ class Mesh:
             raise ValueError(f"{body!r} names no rank")
         return rank
 
-    def _note_server(self, sender: int, body: dict[str, Any]) -> None:
-        if not isinstance(body, dict):
-            raise TypeError(f"{body!r} is no address")
-        self.announced[sender] = body
-
-    # Sending, with the lock held ------------------------------------------------------------------
-
     def _send_message(self, rank: int, message: Message) -> None:
-        self._send(rank, to_json(["agree", message]))
-
-    def _send(self, rank: int, message: bytes) -> None:
-        frames = self._connections.get(rank)
-        if frames is None:
-            return
-        frames.send(message)
-        with contextlib.suppress(Disconnected):  # the thread finds it out
-            frames.write()
-        if frames.unsent:
-            self._wake()
+        self._channel.tell(rank, "agree", message)
 
     def _hang_up(self, rank: int) -> None:
         """Close a connection, now: nothing more of that rank may count."""
-        frames = self._connections.pop(rank, None)
-        if frames is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(frames)
-            frames.close()
+        self._channel.hang_up(rank)
         self._dying.pop(rank, None)
         probe = self._probes.pop(rank, None)
         if probe is not None:
             probe.close()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
+    # On the channel's thread, with the lock held ---------------------------------------------------
 
-    # The thread -----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        with self._lock:
-            for rank, data in self._backlog:
-                if rank in self._connections:
-                    self._handle(rank, data)
-            self._backlog.clear()
-        while not self._closed:
-            ready = self._selector.select(_LOOK if self._probes or self._dying else _IDLE)
-            with self._lock:
-                for key, _ in ready:
-                    if key.data is None:
-                        with contextlib.suppress(BlockingIOError):
-                            self._wake_end.recv(4096)
-                    elif self._connections.get(key.data) is key.fileobj:
-                        self._read(key.data)
-                self._look_at_ended()
-                self._write_all()
-        self._linger()
-
-    def _read(self, rank: int) -> None:
-        frames = self._connections[rank]
-        try:
-            messages = frames.read()
-        except Disconnected as how:
-            self._note_end(rank, how)
-            return
-        for data in messages:
-            if self._connections.get(rank) is not frames:  # this rank has hung up
-                return
-            self._handle(rank, data)
-
-    def _handle(self, rank: int, data: bytes) -> None:
-        try:
-            kind, body = from_json(data)
-            handler = self._handlers.get(kind)
-            if handler is not None:
-                handler(rank, body)
-        except Disconnected as how:
-            self._note_end(rank, how)
-        except Exception:  # what one rank sends must not end this one's thread, on which all others rely
-            peer = self.members.known[rank]
-            logger.exception(
-                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on "
-                f"{peer.host}), which sent an invalid message: {data[:200]!r}. Memory or network are "
-                "faulty, or this is a bug of ring_plugins."
-            )
-            self._note_end(rank, Disconnected("it sent an invalid message", is_invalid=True))
-
-    def _note_end(self, rank: int, how: Disconnected) -> None:
+    def note_end(self, rank: int, how: Disconnected) -> None:
         """The connection to a rank has ended; why, is still to be seen."""
         self._hang_up(rank)
-        if self.has_left(rank) or rank not in self._consensus.members:  # one that was to join is not missed
+        if self.has_left(rank) or not self.is_member(rank):  # one that was to join is not missed
             return
+        if how.is_invalid:
+            peer = self.members.known[rank]
+            logger.error(
+                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on {peer.host}): {how}. "
+                "Memory or network are faulty, or this is a bug of ring_plugins.",
+                exc_info=how.__cause__,
+            )
         if how.code in SILENT:
             self._note_silent(rank)
         elif self._local_peers is not None and rank in self._local_peers.others:
@@ -558,25 +441,8 @@ class Mesh:
             peer = self.members.known[rank]
             self._probes[rank] = ListenProbe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
 
-    def _note_dead(self, rank: int) -> None:
-        """The lock of a rank of this host is free, which no other host sees."""
-        if rank not in self._consensus.dead and not self.has_left(rank):
-            self.tell_all("dead", {"rank": rank})
-            self._consensus.note_dead(rank)
-
-    def _note_silent(self, rank: int) -> None:
-        """A rank of another host cannot be reached any more: all of that host count as silent, at once.
-
-        If only this one was left out, it might learn of it late, and write to memory that those share who go on.
-        """
-        known, domain = self.members.known, self.members.known[rank].domain
-        is_here = self.members.is_near(rank)
-        silent = [rank] if is_here else [other for other, peer in known.items() if peer.domain == domain]
-        for other in silent:
-            self._hang_up(other)
-        self._consensus.note_silent(*silent)
-
-    def _look_at_ended(self) -> None:
+    def look(self) -> float:
+        """Find out why connections have ended; returns in how many seconds to look again."""
         for rank, end in list(self._dying.items()):
             if rank not in self._dying:  # the death before it has begun a ballot, which hangs up on all that are dead
                 continue
@@ -591,32 +457,25 @@ class Mesh:
             if self._probes.get(rank) is probe and (found := probe.advance()):
                 del self._probes[rank]
                 (self._consensus.note_dead if found == "dead" else self._note_silent)(rank)
+        return _LOOK if self._probes or self._dying else _IDLE
 
-    def _write_all(self) -> None:
-        for rank, frames in list(self._connections.items()):
-            if self._connections.get(rank) is not frames:  # one that ended took those of its host with it
-                continue
-            if frames.unsent:
-                try:
-                    frames.write()
-                except Disconnected as how:
-                    self._read_rest(rank, how)
-                    continue
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.unsent else 0)
-            if self._selector.get_key(frames).events != wanted:
-                self._selector.modify(frames, wanted, rank)
+    def _note_dead(self, rank: int) -> None:
+        """The lock of a rank of this host is free, which no other host sees."""
+        if rank not in self._consensus.dead and not self.has_left(rank):
+            self._channel.tell(EVERYONE, "dead", {"rank": rank})
+            self._consensus.note_dead(rank)
 
-    def _read_rest(self, rank: int, how: Disconnected) -> None:
-        """What a rank sent before its end may say why it ends."""
-        self._read(rank)
-        if rank in self._connections:
-            self._note_end(rank, how)
+    def _note_silent(self, rank: int) -> None:
+        """A rank of another host cannot be reached any more: all of that host count as silent, at once.
 
-    def _linger(self) -> None:
-        with self._lock:
-            open_ones, self._connections = list(self._connections.values()), {}
-        close_when_read(open_ones, _LINGER)
-        self._selector.close()
+        If only this one was left out, it might learn of it late, and write to memory that those share who go on.
+        """
+        known, domain = self.members.known, self.members.known[rank].domain
+        is_here = self.members.is_near(rank)
+        silent = [rank] if is_here else [other for other, peer in known.items() if peer.domain == domain]
+        for other in silent:
+            self._hang_up(other)
+        self._consensus.note_silent(*silent)
 
 
 def mesh_frames(connected: socket.socket) -> FrameSocket:

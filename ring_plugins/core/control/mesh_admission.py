@@ -41,13 +41,15 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.control.channel import EVERYONE
 from ring_plugins.core.control.consensus import Decision, check, is_number
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import MESH_TAG, Mesh, mesh_frames
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.frames import from_json, to_json
 from ring_plugins.core.net.listener import Listener
+from ring_plugins.core.net.peers import Peers
 
 #: Rounds.
 CALL, OFFERS, READY = range(3)
@@ -106,7 +108,7 @@ class MeshAdmission:
         self._wait.until(is_connected, lambda: [self._joiner], lambda: _WHAT)
         self._tell_joiner(CALL, body)
         if self._mesh.was_silent(self._joiner):
-            self._mesh.tell_all("admission", {"view": self._view, "problem": _LOST})
+            self._mesh.tell(EVERYONE, {"view": self._view, "problem": _LOST})
             raise NotAdmitted(_LOST)
 
     def gather(self, number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
@@ -116,7 +118,7 @@ class MeshAdmission:
             NotAdmitted: nobody joins.
         """
         mesh, view, awaited = self._mesh, self._view, [*self._others, self._joiner]
-        mesh.tell_all("admission", {"view": view, "round": number, "payload": payload})
+        mesh.tell(EVERYONE, {"view": view, "round": number, "payload": payload})
         self._alone_since = 0.0
 
         def missing() -> list[int]:
@@ -142,7 +144,7 @@ class MeshAdmission:
         self._mesh.dismiss(self._joiner)
 
     def _tell_joiner(self, number: int, payload: Mapping[str, Any]) -> None:
-        self._mesh.tell(self._joiner, "admission", {"view": self._view, "round": number, "payload": payload})
+        self._mesh.tell(self._joiner, {"view": self._view, "round": number, "payload": payload})
 
     @property
     def _patience(self) -> float:
@@ -157,7 +159,7 @@ class MeshAdmission:
         trouble = self._mesh.trouble(self._view, None if is_connecting else self._joiner)
         if trouble is None and self._alone_since and time.monotonic() - self._alone_since > self._patience:
             trouble = _LATE
-            self._mesh.tell_all("admission", {"view": self._view, "problem": _LATE})
+            self._mesh.tell(EVERYONE, {"view": self._view, "problem": _LATE})
         if trouble == _LATE and self._pid:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -175,16 +177,15 @@ class Candidate:
     Args:
         rank: its world rank.
         listener: accepts the members' connections.
+        peers: takes these connections, by rank of the member; nobody else moves them yet.
 
     Attributes:
-        connections: by rank of the member.
         backlog: messages of members behind their decision, each with its sender.
         is_lost: whether members have told that this process can never join.
     """
 
-    def __init__(self, rank: int, listener: Listener) -> None:
-        self.rank, self._listener = rank, listener
-        self.connections: dict[int, FrameSocket] = {}
+    def __init__(self, rank: int, listener: Listener, peers: Peers) -> None:
+        self.rank, self._listener, self._peers = rank, listener, peers
         self.backlog: list[tuple[int, bytes]] = []
         self.is_lost = False
         self._told: dict[tuple[int, int, int], Any] = {}  # by view, round and rank
@@ -250,11 +251,11 @@ class Candidate:
         for rank, of in list(self._called_for.items()):
             if of <= view:
                 self._close(rank)
-        self.backlog = [one for one in self.backlog if one[0] in self.connections]
+        self.backlog = [one for one in self.backlog if one[0] in self._peers]
         self._told = {key: payload for key, payload in self._told.items() if key[0] > view}
 
     def _close(self, rank: int) -> None:
-        self.connections.pop(rank).close()
+        self._peers.hang_up(rank)
         self._called_for.pop(rank, None)
 
     def _wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
@@ -278,21 +279,18 @@ class Candidate:
             raise NotAdmitted("")  # the members have decided without it, and may have called again
 
     def _tell(self, rank: int, body: Mapping[str, Any]) -> None:
-        frames = self.connections.get(rank)
-        if frames is not None:
-            frames.send(to_json(["admission", body]))
+        self._peers.send(rank, to_json(["admission", body]))
 
     def _look(self) -> None:
         """Take new connections, and read and write what can be."""
         for rank, connected in self._listener.take_accepted(MESH_TAG).items():
-            if rank in self.connections:
-                self._close(rank)
-            self.connections[rank] = mesh_frames(connected)
-        for rank, frames in list(self.connections.items()):
+            self._close(rank)
+            self._peers.add(rank, mesh_frames(connected))
+        for rank, event in self._peers.events(self._peers.wait(0.0)):
             try:
-                frames.write()
-                for data in frames.read():
-                    self._receive(rank, data)
+                if isinstance(event, Disconnected):
+                    raise event
+                self._receive(rank, event)
             except Disconnected:
                 self._close(rank)
 

@@ -1,7 +1,7 @@
 """A thread of every rank that watches the job while the script computes.
 
 A script that waits in a collective learns of a failure there. A script that computes, loads data or waits in another
-library does not, and would go on for hours in a job that is over, or hang. So this thread moves the control channel,
+library does not, and would go on for hours in a job that is over, or hang. So this thread handles messages,
 runs the services (stall reports, timelines, failure detection that polls), and when a peer has failed gives the script
 some seconds to notice in its next collective. Then it ends the process.
 
@@ -47,11 +47,11 @@ class Service(Protocol):
 
 
 class MonitorThread:
-    """Moves the control channel, calls the services, and ends this process where its script cannot notice the end.
+    """Handles messages, calls the services, and ends this process where its script cannot notice the end.
 
     Args:
         failure_detector: knows which ranks have failed or left.
-        channel: moved by this thread only.
+        channel: whose `poll` only this thread calls.
         launched: whether the process that started this one must outlive it.
         abort: ends the whole job with an exit status, if the launcher can.
         status_after: the exit status of a job that ends because of a failure.
@@ -98,7 +98,7 @@ class MonitorThread:
             patience: seconds to wait at most.
         """
         self._closed.set()
-        self._channel.flush(0)
+        self._channel.wake()
         if self._tells_of_parent:
             end_with_parent()
         if threading.current_thread() is not self._thread:

@@ -153,7 +153,7 @@ def _admit_one(world: World, joiner: Member, join_barrier: _JoinBarrier) -> bool
     wait = Wait("admission", world.failure_detector)
     admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, world.members.view + 1, wait)
     listener.add(joiner)
-    told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier, "announced": mesh.announced}
+    told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier}
     agreement: _Agreement | None = None
     try:
         with mesh.admitting(joiner):
@@ -206,7 +206,8 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
     """
     world = current()
     slot, listener, own = _slot(world), _listener(world), world.local_peers.own
-    candidate = Candidate(world.world_rank, listener)
+    assert world.channel is not None
+    candidate = Candidate(world.world_rank, listener, world.channel.peers)
     entry = world.members.here
     own.announce(json.dumps(entry))
     problems = list[str]()
@@ -294,7 +295,6 @@ def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[
     listener = _listener(world)
     try:
         everyone, joiner = [Member.read(one) for one in invitation["everyone"]], Member.read(invitation["joiner"])
-        announced = {int(rank): dict(address) for rank, address in invitation["announced"].items()}
         _JoinBarrier(*invitation["join_barrier"])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NotAdmitted(f"a rank sent an invalid invitation: {str(invitation)[:200]!r}.") from None
@@ -311,11 +311,8 @@ def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[
         listener.add(one)
     world.members.add([*everyone, joiner])
     world.members.follow(world.members.in_order(decision.members), view)
-    mesh = world.elastic.new_mesh(listener, decision.committed)
-    mesh.announced.update(announced)
-    agreement.mesh = mesh
-    connections = {rank: one for rank, one in candidate.connections.items() if rank in decision.members}
-    agreement.take_over = lambda: mesh.go_on_from(connections, candidate.backlog, decision)
+    agreement.mesh = mesh = world.elastic.new_mesh(decision.committed)
+    agreement.take_over = lambda: mesh.go_on_from(candidate.backlog, decision)
     return agreement
 
 

@@ -26,7 +26,6 @@ from ring_plugins.core.base.member import Members
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
-from ring_plugins.core.control import ControlClient
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
@@ -90,15 +89,13 @@ class Elastic:
         self._first_changes: tuple[list[MembershipChange], int] | None = None
         self.preemption_notice = PreemptionNotice()
         self.mesh: Mesh | None = None
-        self._leader_failover: LeaderFailover | None = None
         self._slots_here: dict[int, int] = {}  # of processes of this host that wait, by world rank
 
-    def begin(self, listener: Listener, addresses: Sequence[str], joined: Mesh | None = None) -> list[Any]:
+    def begin(self, listener: Listener, joined: Mesh | None = None) -> list[Any]:
         """From now on, the loss of a rank does not end the job; collective.
 
         Args:
             listener: connects the ranks.
-            addresses: at which other hosts reach this process.
             joined: the connections of a process that has joined the job.
 
         Returns:
@@ -106,27 +103,26 @@ class Elastic:
         """
         detector, channel, observers = self._job.failure_detector, self._job.channel, self._job.observers
         assert detector is not None
+        assert channel is not None
         assert observers is not None
-        mesh = self.mesh = joined or self.new_mesh(listener)
+        mesh = self.mesh = joined or self.new_mesh()
         if joined is None:
-            mesh.connect(Wait("ring", detector))
-        detector.go_on_over(mesh)
+            mesh.connect(listener, Wait("ring", detector))
+        detector.go_on_with(mesh)
         self.recovery.confirmations = mesh if mesh.confirms else None
-        if not isinstance(channel, ControlClient):
+        if channel.rank == 0:
             return []
-        self._leader_failover = LeaderFailover(
-            channel, observers.stalls, observers.members, mesh, addresses if mesh.confirms else ()
-        )
-        return [self._leader_failover]
+        return [LeaderFailover(channel, observers.stalls, observers.members)]
 
-    def new_mesh(self, listener: Listener, committed: int = 0) -> Mesh:
+    def new_mesh(self, committed: int = 0) -> Mesh:
         """This rank's connections to the members; arguments as of `Mesh`."""
         # `ring run -H` may have started all ranks on one other host, and others may join on further ones.
         has_supervisor = self._policy.replaces and self.slot is not None and self.slot.has_supervisor
         confirms = self._members.topology.num_nodes > 1 or has_supervisor
         on_left_out = self.slot.note_excluded if self.slot is not None else lambda: None
         least = self._policy.min_ranks
-        return Mesh(self._members, listener, self._peers, least, committed, confirms, on_left_out)
+        assert self._job.channel is not None
+        return Mesh(self._members, self._job.channel, self._peers, least, committed, confirms, on_left_out)
 
     def _peers_here(self) -> LocalPeers:
         assert self._peers is not None
@@ -359,7 +355,5 @@ class Elastic:
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
-        if self._leader_failover is not None:
-            self._leader_failover.detach_after_fork()
         if self.mesh is not None:
             self.mesh.detach_after_fork()

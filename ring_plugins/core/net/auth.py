@@ -30,7 +30,7 @@ so do the launcher's pickles, which can run any code.
 acceptor.py bounds the number of connections that have not authenticated themselves, and their time.
 
 The handshake is a state machine without input and output, since two of its users block (launcher, bootstrap) and two
-must not: the listener serves all peers in one thread, and the control channel shares the monitor thread.
+must not: the listener and the message loop (peers.py) serve all peers in one thread.
 
 Considered and left. TLS: certificates would have to reach every rank, the ssl module knows pre-shared keys from Python
 3.13 only, and encryption would slow down data that now moves at the speed of the network.

@@ -91,7 +91,7 @@ class StallWatch:
         for key, reported in list(self._reported.items()):
             if key not in waits or waits[key].since != reported.since:
                 del self._reported[key]
-                self._channel.tell(0, "end_wait", {"number": reported.number})
+                self._channel.tell(self._channel.leader, "end_wait", {"number": reported.number})
         for key, wait in waits.items():
             if now - wait.since < _REPORT_AFTER:
                 continue
@@ -101,7 +101,8 @@ class StallWatch:
             reported = _Reported(number, wait.since, wait.missing, is_blocked)
             if reported != before:
                 self._reported[key] = reported
-                self._channel.tell(0, "report_wait", {"number": number, **_wait_body(wait, now, is_blocked)})
+                body = {"number": number, **_wait_body(wait, now, is_blocked)}
+                self._channel.tell(self._channel.leader, "report_wait", body)
 
     def report_again(self) -> None:
         """Report the waits that last to another rank, which takes the place of rank 0."""
@@ -217,7 +218,7 @@ class StallAggregator:
         self._inquiries = itertools.count(1)
         self._lost: set[int] = set()
         channel.on("report_wait", self._note_wait)
-        channel.on("ranks_lost", self._note_lost)
+        channel.on("ranks_lost", lambda sender, body: self.forget(body["ranks"]))
         channel.on("end_wait", self._note_end)
         channel.on("report_snapshot", self._note_snapshot)
         channel.on("report_process_state", self._note_process_state)
@@ -246,9 +247,9 @@ class StallAggregator:
         waits = list(self._waits.values())
         return any(wait.blocked_since and wait.since < since and rank in wait.missing for wait in waits)
 
-    def _note_lost(self, sender: int, body: Body) -> None:
+    def forget(self, ranks: Sequence[int]) -> None:
         """Forget the waits of ranks without which the job goes on."""
-        self._lost.update(body["ranks"])
+        self._lost.update(ranks)
         for key in [key for key in self._waits if key[0] in self._lost]:
             del self._waits[key]
 
@@ -332,4 +333,4 @@ class StallAggregator:
             f"{name_ranks(culprits)} did not {'reach' if missing else 'finish'} {first.operation} within "
             f"RING_STALL_ABORT={self._abort:g} seconds; the report on rank 0 shows what happened there."
         )
-        self._channel.tell(0, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})
+        self._channel.tell(self._channel.rank, "failed", {"rank": culprits[0], "text": text, "of": -1, "lost": True})

@@ -82,7 +82,7 @@ class StepReporter:
     def flush(self) -> None:
         """Send the steps so far soon; called by other threads."""
         self._must_flush.set()
-        self._channel.flush(0)
+        self._channel.wake()
 
     def tick(self, now: float) -> None:
         if now < self._next_time and not self._must_flush.is_set():

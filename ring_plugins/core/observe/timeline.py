@@ -157,7 +157,7 @@ class TimelineReporter:
             self._channel.poll(0.02)
         self.release()
         self._switch(False)
-        self._channel.drain(_LAST_SPANS)
+        self._channel.flush(_LAST_SPANS)
 
 
 def _on_rank_0s_clock(span: Span, offset: int) -> list[Any]:
@@ -234,7 +234,7 @@ class TimelineAggregator:
         self._joined = {0}
         channel.on("report_spans", self._write)
         channel.on("end_recording", self._note_end)
-        channel.on_joined = self._note_joined
+        channel.on_joined(self._note_joined)
 
     def start(self, directory: Path) -> None:
         """Record from now on; called by any thread.

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import select
-import selectors
 import socket
 import time
 import zlib
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks, printable, quoted
@@ -42,6 +42,7 @@ from ring_plugins.core.net.auth import (
     wait_for,
 )
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.core.net.socket_owner import UnknownUser, are_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
@@ -68,29 +69,14 @@ _LONGEST_JOIN = 1 << 16
 _LONGER = "Set RING_START_TIMEOUT to wait longer."
 
 
-class _Member(NamedTuple):
-    """A rank that has joined rank 0."""
+class Bootstrap(Protocol):
+    """What `serve` and `join` return: this rank's end of the connections through rank 0.
 
-    rank: int
-    host: str
-    frames: FrameSocket
-
-
-class Bootstrap:
-    """A rank's connection to rank 0, or rank 0's to all ranks; made by `serve` and `join`.
-
-    Args:
-        rank, size: of this process and of the job.
-        host: of rank 0, for messages.
-        members: on rank 0, all other ranks.
-        server: on the other ranks, the connection to rank 0.
+    Attributes:
+        rank: of this process.
     """
 
-    def __init__(
-        self, rank: int, size: int, host: str, members: Collection[_Member], server: FrameSocket | None = None
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._host, self._members, self._server = host, list(members), server
+    rank: int
 
     def gather(self, payload: Any) -> list[Any]:
         """Every rank's payload (values that JSON can hold) in rank order; all ranks call.
@@ -98,85 +84,9 @@ class Bootstrap:
         Raises:
             LaunchError: a rank ended, or did not call within RING_START_TIMEOUT seconds.
         """
-        return self._gather_all(payload) if self._server is None else self._send_own(self._server, payload)
 
     def close(self) -> None:
         """Close all connections."""
-        for member in self._members:
-            member.frames.close()
-        if self._server is not None:
-            self._server.close()
-
-    def abort(self, why: str) -> None:
-        """On rank 0: tell the ranks why the job cannot start."""
-        _send_all(self._members, ["abort", why])
-        for member in self._members:  # closing a connection with unread bytes may discard what was sent last
-            with contextlib.suppress(Disconnected):
-                member.frames.read()
-
-    def _send_own(self, server: FrameSocket, payload: Any) -> list[Any]:
-        try:
-            server.send(to_json(["gather", payload]))
-            server.flush(config.START_TIMEOUT.get())
-            return _answer(server, "rank 0")
-        except (OSError, Disconnected) as error:
-            raise LaunchError(
-                f"rank {self.rank} on {socket.gethostname()} lost rank 0 on {self._host} while starting up "
-                f"({error}); look for the error that rank 0 printed."
-            ) from error
-
-    def _gather_all(self, payload: Any) -> list[Any]:
-        items: dict[int, Any] = {0: printable(payload)}  # as the other ranks see it
-        waiting = _Waiting(f"rank 0 on {socket.gethostname()}")
-        hosts = {0: self._host, **{member.rank: member.host for member in self._members}}
-        with selectors.DefaultSelector() as selector, ProgressLine() as line:
-            for member in self._members:
-                selector.register(member.frames, selectors.EVENT_READ, member)
-            while len(items) < self.size:
-                for key, _ in selector.select(0.2):
-                    member = key.data
-                    try:
-                        data = member.frames.receive(0)
-                        if data is None:
-                            continue
-                        items[member.rank] = _body(data, "gather")
-                    except (OSError, Disconnected) as error:
-                        raise self._failed(
-                            f"rank {member.rank} on {member.host} ended while the ranks were starting up ({error}); "
-                            "look for the error that it printed."
-                        ) from error
-                    selector.unregister(member.frames)
-                if waiting.is_over():
-                    late = {one.rank: one.host for one in self._members if one.rank not in items}
-                    raise self._failed(
-                        f"{name_ranks(sorted(late))} did not finish starting up in time{hosts_of(late)}; {_LONGER}"
-                    )
-                line.show(lambda: arrivals({r: hosts[r] for r in items}, self.size, " to go on with init()"))
-        everything = [items[rank] for rank in range(self.size)]
-        _send_all(self._members, ["gathered", everything])  # the next gather notices a rank that is lost here
-        return everything
-
-    def _failed(self, why: str) -> LaunchError:
-        self.abort(why)
-        return LaunchError(why)
-
-
-def _send_all(members: Collection[_Member], message: Any) -> None:
-    """Send a message to all ranks in parallel, for `SECONDS` at most."""
-    data, end = _pack(message), time.monotonic() + SECONDS
-    with selectors.DefaultSelector() as selector:
-        for member in members:
-            member.frames.send(data)
-            selector.register(member.frames, selectors.EVENT_WRITE)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                frames = key.fileobj
-                assert isinstance(frames, FrameSocket)
-                with contextlib.suppress(Disconnected):
-                    frames.write()
-                    if frames.unsent:
-                        continue
-                selector.unregister(frames)
 
 
 def _pack(message: Any) -> bytes:
@@ -199,8 +109,15 @@ def _unpack(data: bytes) -> Any:
     return from_json(data)
 
 
-def _body(data: bytes, kind: str) -> Any:
-    return _content(from_json(data), kind)
+def _body(event: Event, kind: str) -> Any:
+    """What the message of a rank holds.
+
+    Raises:
+        Disconnected: it is another one, or the rank has ended.
+    """
+    if isinstance(event, Disconnected):
+        raise event
+    return _content(from_json(event), kind)
 
 
 def _content(message: Any, kind: str) -> Any:
@@ -212,13 +129,13 @@ def _content(message: Any, kind: str) -> Any:
         raise Disconnected("it sent an invalid message") from error
 
 
-def _read_join(data: bytes) -> tuple[int, str, dict[str, str]]:
+def _read_join(event: Event) -> tuple[int, str, dict[str, str]]:
     """The job's size, the host and the versions of a rank that joins.
 
     Raises:
         Disconnected: it is another message.
     """
-    body = _body(data, "join")
+    body = _body(event, "join")
     size, host, versions = map(body.get, ("size", "host", "versions")) if isinstance(body, dict) else (None,) * 3
     if not (isinstance(size, int) and isinstance(host, str) and isinstance(versions, dict)):
         raise Disconnected("it sent an invalid message")
@@ -240,21 +157,15 @@ def serve(listener: socket.socket, size: int, secret: str) -> Bootstrap:
         LaunchError: ranks are missing after RING_START_TIMEOUT seconds, two claim the same number, versions differ, or
             without RING_SECRET, the kernel does not tell this user's processes from those of others.
     """
-    raise_open_file_limit(size + _OTHER_FILES)
-    server = _Server(listener, size, secret)
+    server = _RankZero(listener, size, secret)
     try:
-        problem = server.run()
+        server.meet()
     except UnknownUser as error:
-        problem = f"rank 0 on {socket.gethostname()} {error}"
-    finally:
+        raise server.failed(f"rank 0 on {socket.gethostname()} {error}") from error
+    except BaseException:
         server.close()
-    bootstrap = Bootstrap(0, size, socket.gethostname(), server.members.values())
-    if problem:
-        bootstrap.abort(problem)
-        bootstrap.close()
-        raise LaunchError(problem)
-    _send_all(server.members.values(), ["gathered", []])
-    return bootstrap
+        raise
+    return server
 
 
 class _Joining(NamedTuple):
@@ -265,97 +176,161 @@ class _Joining(NamedTuple):
     deadline: float
 
 
-class _Server:
-    """Rank 0 while the ranks join.
+class _Member(NamedTuple):
+    """A rank that has joined."""
+
+    rank: int
+    host: str
+
+
+class _RankZero:
+    """Rank 0's end. Connections are numbered as they come, since anyone may claim to be any rank.
 
     Attributes:
-        members: the ranks that have joined.
+        members: the ranks that have joined, by the numbers of their connections.
     """
 
+    rank = 0
+
     def __init__(self, listener: socket.socket, size: int, secret: str) -> None:
+        raise_open_file_limit(size + _OTHER_FILES)
         self.members: dict[int, _Member] = {}
         self._size, self._name = size, socket.gethostname()
         self._port: int = listener.getsockname()[1]
         self._limit = size + _OTHER_CONNECTIONS
-        self._joining: dict[FrameSocket, _Joining] = {}
+        self._joining: dict[int, _Joining] = {}
         self._rejected: dict[str, int] = {}
-        self._acceptor = Acceptor(
+        self._numbers = itertools.count()
+        acceptor = Acceptor(
             _key(secret),
             Purpose.BOOTSTRAP,
             limit=self._limit,
             on_wrong_secret=self._note_wrong_secret,
             are_own=functools.partial(are_same_user, unknown=_if_unknown()),
         )
-        self._acceptor.add(listener)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor, selectors.EVENT_READ)
+        acceptor.add(listener)
+        self._peers = Peers(acceptor)
 
-    def run(self) -> str:
-        """Wait for all ranks; "" if all are there, else what is wrong."""
+    def meet(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            LaunchError: as for `serve`.
+        """
         waiting = _Waiting(f"rank 0 on {self._name}")
         with ProgressLine() as line:
             while len(self.members) < self._size - 1:
-                for key, _ in self._selector.select(_POLL):
-                    if key.data is not None and (problem := self._serve(key.data)):
-                        return problem
-                for new in self._acceptor.poll():
-                    self._begin(new)
+                for number, event in self._turn(_POLL):
+                    self._take(number, event)
                 now = time.monotonic()
-                for joining in [joining for joining in self._joining.values() if joining.deadline < now]:
-                    self._drop(joining)
+                for number in [number for number, joining in self._joining.items() if joining.deadline < now]:
+                    self._drop(number)
                 line.show(lambda: self._arrivals() + self._rejections())
                 if waiting.is_over():
-                    missing = [rank for rank in range(1, self._size) if rank not in self.members]
-                    return (
+                    missing = sorted(set(range(self._size)).difference(self._came()))
+                    raise self.failed(
                         f"{name_ranks(missing)} of {self._size} did not connect to rank 0 on {self._name}, port "
                         f"{self._port}, in time; {len(self.members) + 1} ranks have come{hosts_of(self._came())}. Were "
                         "the others started, and does their output say why they ended? A firewall between the hosts "
                         f"has the same effect{self._rejections()}. {_LONGER}"
                     )
-        return ""
+        self._peers.stop_accepting()
+        for number in list(self._joining):
+            self._drop(number)
+        self._send_all(["gathered", []])
+
+    def gather(self, payload: Any) -> list[Any]:
+        items: dict[int, Any] = {0: printable(payload)}  # as the other ranks see it
+        waiting = _Waiting(f"rank 0 on {self._name}")
+        with ProgressLine() as line:
+            while len(items) < self._size:
+                for number, event in self._turn(0.2):
+                    items[self.members[number].rank] = self._message(number, event)
+                if waiting.is_over():
+                    late = {one.rank: one.host for one in self.members.values() if one.rank not in items}
+                    raise self.failed(
+                        f"{name_ranks(sorted(late))} did not finish starting up in time{hosts_of(late)}; {_LONGER}"
+                    )
+                line.show(lambda: arrivals({r: self._came()[r] for r in items}, self._size, " to go on with init()"))
+        everything = [items[rank] for rank in range(self._size)]
+        self._send_all(["gathered", everything])  # the next gather notices a rank that is lost here
+        return everything
 
     def close(self) -> None:
-        """Stop listening, and close connections of ranks that have not joined."""
-        self._acceptor.close()
-        for joining in self._joining.values():
-            joining.frames.close()
-        self._selector.close()
+        self._peers.close()
+
+    def failed(self, why: str, others: Collection[int] = ()) -> LaunchError:
+        """Tell the ranks why the job cannot start, and close; returns the error to raise.
+
+        Args:
+            why: it cannot.
+            others: numbers of connections that are no rank's, to be told, too.
+        """
+        for number in others:
+            self._peers.send(number, _pack(["abort", why]))
+        self._send_all(["abort", why])
+        list(self._peers.events(self._peers.wait(0.0)))  # closing with unread bytes may discard what was sent last
+        self.close()
+        return LaunchError(why)
+
+    def _turn(self, seconds: float) -> Iterator[tuple[int, Event]]:
+        ready = self._peers.wait(seconds)
+        for new in self._peers.accepted():
+            if len(self._joining) >= self._limit:
+                self._drop(next(iter(self._joining)))
+            self.begin(new)
+        return self._peers.events(ready)
+
+    def begin(self, new: Authenticated) -> None:
+        """Wait for what a new connection says."""
+        number = next(self._numbers)
+        frames = FrameSocket(new.socket, Purpose.BOOTSTRAP, longest=_LONGEST_JOIN)
+        self._joining[number] = _Joining(new.claim.rank, frames, time.monotonic() + SECONDS)
+        self._peers.add(number, frames)
+
+    def _drop(self, number: int) -> None:
+        del self._joining[number]
+        self._peers.hang_up(number)
+
+    def _take(self, number: int, event: Event) -> None:
+        if number not in self._joining:
+            self._message(number, event)
+            return
+        try:
+            size, host, versions = _read_join(event)
+        except Disconnected:
+            self._drop(number)  # a rank that will connect again or, without RING_SECRET, anyone
+            return
+        joining = self._joining.pop(number)
+        if problem := self._problem(joining.rank, size, host, versions):
+            raise self.failed(problem, [number])
+        joining.frames.allow_longest()
+        self.members[number] = _Member(joining.rank, host)
+
+    def _message(self, number: int, event: Event) -> Any:
+        """What a rank contributes to a gather."""
+        try:
+            return _body(event, "gather")
+        except Disconnected as error:
+            rank, host = self.members[number]
+            raise self.failed(
+                f"rank {rank} on {host} ended while the ranks were starting up ({error}); look for the error that it "
+                "printed."
+            ) from error
+
+    def _send_all(self, message: Any) -> None:
+        """Send a message to all ranks in parallel, for `SECONDS` at most."""
+        data = _pack(message)
+        for number in self.members:
+            self._peers.send(number, data)
+        self._peers.flush(SECONDS)
 
     def _came(self) -> dict[int, str]:
-        return {0: self._name, **{rank: member.host for rank, member in self.members.items()}}
+        """The hosts of the ranks that have come."""
+        return {0: self._name, **dict(self.members.values())}
 
     def _arrivals(self) -> str:
         return arrivals(self._came(), self._size, f" to connect to port {self._port} on {self._name}")
-
-    def _begin(self, new: Authenticated) -> None:
-        if len(self._joining) >= self._limit:
-            self._drop(next(iter(self._joining.values())))
-        frames = FrameSocket(new.socket, Purpose.BOOTSTRAP, longest=_LONGEST_JOIN)
-        joining = _Joining(new.claim.rank, frames, time.monotonic() + SECONDS)
-        self._joining[frames] = joining
-        self._selector.register(frames, selectors.EVENT_READ, joining)
-
-    def _serve(self, joining: _Joining) -> str:
-        """Read from a connection; returns what is wrong with its rank, "" for nothing."""
-        if joining.frames not in self._joining:
-            return ""
-        try:
-            data = joining.frames.receive(0)
-            if data is None:
-                return ""
-            size, host, versions = _read_join(data)
-        except (OSError, Disconnected):
-            self._drop(joining)  # a rank that will connect again or, without RING_SECRET, anyone
-            return ""
-        self._forget(joining)
-        problem = self._problem(joining.rank, size, host, versions)
-        if problem:
-            _send_all([_Member(joining.rank, host, joining.frames)], ["abort", problem])
-            joining.frames.close()
-        else:
-            joining.frames.allow_longest()
-            self.members[joining.rank] = _Member(joining.rank, host, joining.frames)
-        return problem
 
     def _problem(self, rank: int, size: int, host: str, versions: dict[str, str]) -> str:
         if size != self._size:
@@ -364,17 +339,9 @@ class _Server:
             return (
                 f"a process on {host} claims to be rank {rank} of {size}; ranks must be distinct, and below the size."
             )
-        if rank in self.members:
-            return f"two processes claim to be rank {rank}: one on {self.members[rank].host}, one on {host}."
+        if rank in self._came():
+            return f"two processes claim to be rank {rank}: one on {self._came()[rank]}, one on {host}."
         return differences({0: (self._name, own_versions()), rank: (host, versions)})
-
-    def _drop(self, joining: _Joining) -> None:
-        self._forget(joining)
-        joining.frames.close()
-
-    def _forget(self, joining: _Joining) -> None:
-        del self._joining[joining.frames]
-        self._selector.unregister(joining.frames)
 
     def _note_wrong_secret(self, address: str) -> None:
         if address not in self._rejected and len(self._rejected) < _REPORTED:
@@ -438,7 +405,28 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
             f"rank {rank} on {name} lost rank 0 at {address}:{port} while starting up ({error}); look for the error "
             "that rank 0 printed."
         ) from error
-    return Bootstrap(rank, size, address, (), server)
+    return _OtherRank(rank, address, server)
+
+
+class _OtherRank:
+    """Another rank's end: its connection to rank 0."""
+
+    def __init__(self, rank: int, host: str, server: FrameSocket) -> None:
+        self.rank, self._host, self._server = rank, host, server
+
+    def gather(self, payload: Any) -> list[Any]:
+        try:
+            self._server.send(to_json(["gather", payload]))
+            self._server.flush(config.START_TIMEOUT.get())
+            return _answer(self._server, "rank 0")
+        except (OSError, Disconnected) as error:
+            raise LaunchError(
+                f"rank {self.rank} on {socket.gethostname()} lost rank 0 on {self._host} while starting up "
+                f"({error}); look for the error that rank 0 printed."
+            ) from error
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:

@@ -77,15 +77,15 @@ def test_the_job_ends_with_the_thread_that_watches_all_ranks():
     job = JOB.replace('RING_SHARED_MEMORY="0"', 'RING_VIRTUAL_NODES="2", RING_ON_FAILURE="continue"')
     body = """
 if ring.rank() == failing:
-    current().elastic.mesh._look_at_ended = broken
-    current().elastic.mesh._wake()
+    current().elastic.mesh.look = broken
+    current().channel.peers.wake()
     time.sleep(60)
 ring.barrier()
 """
     result = run_ranks(job + body, 2, env={"TEST_FAILING": "1"}, timeout=30, check=False)
     assert result.returncode != 0
-    assert "rank 1 failed: its thread ring:mesh died:\nTraceback" in result.output, result
-    assert "rank 1 failed: its thread ring:mesh died: ZeroDivisionError: a bug here" in result.output, result
+    assert "rank 1 failed: its thread ring:channel died:\nTraceback" in result.output, result
+    assert "rank 1 failed: its thread ring:channel died: ZeroDivisionError: a bug here" in result.output, result
     assert "the job goes on" not in result.output
 
 
@@ -125,7 +125,7 @@ DEATH_TESTS = {
     ("core/collectives/background.py", "f'ring:{self._name} stand-in'"): (
         "test_a_thread_that_dies_ends_the_job_on_all_ranks"
     ),
-    ("core/control/mesh.py", "'ring:mesh'"): "test_the_job_ends_with_the_thread_that_watches_all_ranks",
+    ("core/control/channel.py", "'ring:channel'"): "test_the_job_ends_with_the_thread_that_watches_all_ranks",
     ("core/control/monitor.py", "'ring:abort'"): "test_a_dead_abort_thread_of_the_monitor_is_told",
     ("core/control/monitor.py", "'ring:monitor'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
     ("core/exit_hooks.py", "_ABORTING"): "test_an_abort_that_raises_is_tried_once_and_the_process_ends",

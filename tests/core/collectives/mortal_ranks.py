@@ -14,6 +14,7 @@ from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.collectives.shm_barrier import _EPOCH, SharedMemoryBarrier
+from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import FAILED, LEFT, RUNNING, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
@@ -47,7 +48,10 @@ class Mortal:
 class Silent:
     """A control channel that nobody reads."""
 
-    def on(self, kind, handler):
+    def on(self, kind, handler, at_once=False):
+        pass
+
+    def on_end(self, handler):
         pass
 
     def tell(self, rank, kind, body):
@@ -98,10 +102,11 @@ class Rank:
         self.rank, self._everyone, self._gather, self._over = rank, everyone, gather, over
         self.peers = LocalPeers(everyone[rank], [one for one in everyone if one.rank != rank])
         self._members = Members(rank, [Member(one.rank, one.rank, "host", one.pid, "domain") for one in everyone])
-        self.detector = FailureDetector(self._members, self.peers, Silent())
-        self.mesh = Mesh(self._members, wires.of(rank), self.peers, min_ranks, confirms=False)
-        self.mesh.connect(Wait("ring", self.detector))
-        self.detector.go_on_over(self.mesh)
+        self.channel = Channel(rank, len(everyone))
+        self.detector = FailureDetector(self._members, self.peers, self.channel)
+        self.mesh = Mesh(self._members, self.channel, self.peers, min_ranks, confirms=False)
+        self.mesh.connect(wires.of(rank), Wait("ring", self.detector))
+        self.detector.go_on_with(self.mesh)
         self._communicators, self._recovery = [], JobRecovery(self._go_on_without)
         self.barriers, self.dies = 0, lambda number: None
 
@@ -192,6 +197,8 @@ def on_mortal_ranks(monkeypatch, size, function, min_ranks=1):
         futures = [threads.submit(call, number) for number in range(size)]
     for rank in ranks.values():
         rank.mesh.close()
+    for rank in ranks.values():
+        rank.channel.close()
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]

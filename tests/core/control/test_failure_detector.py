@@ -15,23 +15,29 @@ MEMBERS = [Member(rank, rank, f"host{rank}", 100 + rank, f"domain{rank}") for ra
 
 
 class FakeChannel:
-    """Keeps what is sent."""
+    """Keeps what is sent to others."""
 
-    def __init__(self):
-        self.handlers, self.sent = {}, []
+    def __init__(self, rank):
+        self.rank, self.handlers, self.sent = rank, {}, []
 
-    def on(self, kind, handler):
+    def on(self, kind, handler, at_once=False):
         self.handlers[kind] = handler
 
+    def on_end(self, handler):
+        self.handlers["end"] = handler
+
     def tell(self, rank, kind, body):
-        self.sent.append((rank, kind, body))
+        if rank == self.rank:
+            self.handlers[kind](rank, body)
+        else:
+            self.sent.append((rank, kind, body))
 
     def flush(self, seconds):
         return True
 
 
 def detector(rank):
-    channel = FakeChannel()
+    channel = FakeChannel(rank)
     return FailureDetector(Members(rank, MEMBERS), None, channel), channel
 
 
@@ -79,9 +85,7 @@ def test_a_broken_communicator_fails_on_its_members_now_or_when_they_make_it():
     zero.watch(7, state)
     channel.handlers["broken"](1, body)
     known = {"key": 7, "rank": 1, "member": 0}
-    assert channel.sent == [(0, "knows of broken", known), (EVERYONE, "broken", body)]
-    channel.handlers["knows of broken"](0, known)
-    assert channel.sent[-1] == (1, "knows of broken", known)
+    assert channel.sent == [(1, "knows of broken", known), (EVERYONE, "broken", body)]
     own.handlers["knows of broken"](0, known)
     assert one._knowing[7] == {0, 1}
     assert (str(state.error), state.error.rank) == ("rank 1 was interrupted", 1)
@@ -133,7 +137,7 @@ def test_a_rank_ignores_reports_of_its_own_failure():
 )
 def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, text, network):
     zero, channel = detector(0)
-    channel.on_lost(2, how)
+    channel.handlers["end"](2, how)
     with pytest.raises(PeerFailed, match=text):
         zero.check("ring", [1], "barrier()")
     assert zero.has_lost_a_process() and zero.has_lost_the_network is network
@@ -143,7 +147,7 @@ def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, tex
 def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
     monkeypatch.setattr(module, "_IN_FLIGHT", 0.0)
     zero, channel = detector(0)
-    channel.on_left(2)
+    channel.handlers["end"](2, None)
     zero.check("ring", [1], "barrier()")
     with pytest.raises(PeerLeft, match=r"rank 2 has left the job, but rank 0 waits for it in barrier"):
         zero.check("ring", [1, 2], "barrier()")
@@ -166,7 +170,7 @@ def test_a_rank_that_left_with_an_exit_status_has_failed(monkeypatch):
     zero, channel = detector(0)
     channel.handlers["exits"](2, {"rank": 2, "status": 3})
     assert channel.sent == [(EVERYONE, "exits", {"rank": 2, "status": 3})]
-    channel.on_left(2)
+    channel.handlers["end"](2, None)
     zero.check("ring", [1], "barrier()")
     with pytest.raises(PeerFailed, match=r"rank 2 ended with exit status 3 \(sys.exit\), while rank 0 waits"):
         zero.check("ring", [1, 2], "barrier()")

@@ -11,13 +11,13 @@ import pytest
 
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.member import Member, Members
+from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.core.net.listener import Listener
-from tests.core.collectives.mortal_ranks import Silent
 
 
 @pytest.fixture
@@ -30,11 +30,12 @@ def meshes():
     ]
     for rank, listener in enumerate(listeners):
         listener.open(rank, peers, "a secret")
-    made = [Mesh(Members(rank, peers), listener, None, 2) for rank, listener in enumerate(listeners)]
-    at_once([lambda mesh=mesh: mesh.connect(Wait("ring", None)) for mesh in made])
-    yield list(zip(made, listeners, strict=True))
-    for mesh, listener in zip(made, listeners, strict=True):
-        mesh.close()
+    made = [Mesh(Members(rank, peers), Channel(rank, 4), None, 2) for rank in range(4)]
+    both = list(zip(made, listeners, strict=True))
+    at_once([lambda one=one: one[0].connect(one[1], Wait("ring", None)) for one in both])
+    yield both
+    for mesh, listener in both:
+        leave(mesh)
         listener.close()
 
 
@@ -56,12 +57,19 @@ def at_once(functions):
     return [results[number] for number in range(len(functions))]
 
 
+def leave(mesh):
+    """As a process does that ends normally."""
+    mesh.close()
+    mesh._channel.close()
+
+
 def kill(mesh, listener):
     """As the kernel does: it closes all that the process had."""
-    mesh._closed = mesh.is_excluded = True
+    channel, mesh.is_excluded = mesh._channel, True
     listener.close()
     with mesh._lock:
-        for frames in mesh._connections.values():
+        channel._closing_since = time.monotonic()  # its thread ends, and can say nothing more
+        for frames in channel.peers._frames.values():
             with contextlib.suppress(OSError):
                 frames.socket.shutdown(socket.SHUT_RDWR)
 
@@ -123,14 +131,14 @@ def test_several_deaths_on_a_host_are_seen_at_once(meshes):
         mesh._look_at_locks()  # as the script's thread does while it waits
         mesh._consensus.arrive(1, 0)
         lost.append(first)
-        mesh._look_at_ended()
+        mesh.look()
     assert agreed(meshes[2:]) == [[0, 1], [0, 1]]
-    assert mesh._thread.is_alive()
+    assert mesh._channel._thread.is_alive()
     assert [one.members.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
 
 
 def test_a_rank_that_leaves_is_not_lost(meshes):
-    meshes[2][0].close()
+    leave(meshes[2][0])
     others = [meshes[0], meshes[1], meshes[3]]
     assert all(until(lambda mesh=mesh: mesh.has_left(2)) for mesh, _ in others)
     assert not any(mesh.interrupts() for mesh, _ in others)
@@ -149,15 +157,13 @@ def test_a_rank_that_leaves_is_not_lost(meshes):
 )
 def test_a_rank_that_sends_an_invalid_message_is_left_behind_and_told_so(message, meshes, caplog):
     sender = meshes[3][0]
-    with sender._lock:
-        sender._send(0, message)
+    sender._channel.peers.send(0, message)
     assert until(meshes[0][0].interrupts), "the others do not notice"
     results = agreed(meshes)
     assert results[:3] == [[3]] * 3
     assert "this side ends" in str(results[3]) or "goes on without rank 3" in str(results[3])
-    assert all(mesh._thread.is_alive() for mesh, _ in meshes)
-    if message != b"not JSON":
-        assert "rank 3 (process 103 on host3), which sent an invalid message" in caplog.text
+    assert all(mesh._channel._thread.is_alive() for mesh, _ in meshes)
+    assert "connection to rank 3 (process 103 on host3): it sent an invalid message" in caplog.text
 
 
 def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
@@ -179,7 +185,7 @@ def put_on_one_host(meshes, *ranks):
 def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_connections_has_ended(meshes):
     put_on_one_host(meshes, 2, 3)
     with meshes[0][0]._lock:
-        meshes[0][0]._note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
+        meshes[0][0].note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
     assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
     results = agreed(meshes)
     assert results[:2] == [[2, 3]] * 2
@@ -201,15 +207,16 @@ def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
 
 
 def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(meshes):
-    detectors = [FailureDetector(mesh.members, None, Silent()) for mesh, _ in meshes]
+    detectors, heard = [FailureDetector(mesh.members, None, mesh._channel) for mesh, _ in meshes], set()
     for detector, (mesh, _) in zip(detectors, meshes, strict=True):
-        detector.go_on_over(mesh)
+        detector.go_on_with(mesh)
+        mesh._channel.on("later", lambda sender, body, rank=mesh.rank: heard.add(rank), at_once=True)
     with meshes[0][0]._lock:
         meshes[0][0]._consensus.note_silent(3)
     agreed(meshes[:3])
     detectors[3].fail(ValueError("different operations"))
-    meshes[3][0].announce({"address": "sent after that"})
-    assert all(until(lambda mesh=mesh: 3 in mesh.announced) for mesh, _ in meshes[1:3])
+    meshes[3][0]._channel.tell(EVERYONE, "later")
+    assert until(lambda: heard >= {1, 2})
     assert [detector.failure() for detector in detectors[:3]] == [None] * 3
     detectors[2].fail(ValueError("no data"))
     assert until(detectors[0].failure) and "no data" in str(detectors[0].failure())
@@ -218,6 +225,6 @@ def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(mesh
 def test_too_few_may_be_left_after_normal_ends(meshes):
     """Whoever waits for those that have ended finds that."""
     for mesh, _ in meshes[1:]:
-        mesh.close()
+        leave(mesh)
     assert until(lambda: all(meshes[0][0].has_left(rank) for rank in (1, 2, 3)))
     assert agreed(meshes[:1]) == [[]]

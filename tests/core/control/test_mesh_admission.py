@@ -11,6 +11,7 @@ import pytest
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import mesh_admission
+from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import (
     CALL,
@@ -36,7 +37,9 @@ def joiner():
     listener = Listener("127.0.0.1")
     peer = Member(NEW, SLOT, "host9", 109, "host9", address="127.0.0.1", port=listener.port)
     listener.open(NEW, [peer], "a secret", accepts_all=True)
-    yield Candidate(NEW, listener), listener, peer
+    channel = Channel(NEW, 4)
+    yield Candidate(NEW, listener, channel.peers), listener, peer, channel
+    channel.close()
     listener.close()
 
 
@@ -66,7 +69,7 @@ def admit(mesh, listener, joiner, at=lambda rank, number: None):
 
 def join(joiner, at=lambda rank, number: None):
     """The joiner's part in one attempt; returns its mesh."""
-    candidate, listener, own = joiner
+    candidate, _, own, channel = joiner
     assert until(lambda: candidate.called() is not None)
     view, call = candidate.called()
     members = call["members"]
@@ -83,8 +86,8 @@ def join(joiner, at=lambda rank, number: None):
     peers = [Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", address="127.0.0.1") for rank in members]
     known = Members(NEW, [*peers, own])
     known.follow(known.in_order(decision.members), view)
-    mesh = Mesh(known, listener, None, 2, decision.committed)
-    mesh.go_on_from(candidate.connections, candidate.backlog, decision)
+    mesh = Mesh(known, channel, None, 2, decision.committed)
+    mesh.go_on_from(candidate.backlog, decision)
     return mesh
 
 
@@ -178,16 +181,13 @@ def test_members_wait_for_a_joiner_that_does_not_answer_for_some_time_only(meshe
 def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_the_decision(meshes, joiner):
     """As when the network between it and one of them is lost just then."""
     mesh, _ = meshes[3]
-    tell_all = mesh.tell_all
+    tell = mesh.tell
 
-    def tell_members(kind, body):
-        if kind == "admission" and body.get("round") == READY:
-            for rank in mesh.members.ranks:
-                mesh.tell(rank, kind, body)
-        else:
-            tell_all(kind, body)
+    def tell_members(rank, body):
+        for one in mesh.members.ranks if rank == EVERYONE and body.get("round") == READY else [rank]:
+            tell(one, body)
 
-    mesh.tell_all = tell_members
+    mesh.tell = tell_members
     *found, joined = attempt(meshes, joiner)
     assert found == [[0, 1, 2, 3, NEW]] * 4 and joined.members.ranks == (0, 1, 2, 3, NEW)
     joined.close()

@@ -17,8 +17,8 @@ class FakeChannel:
     def poll(self, seconds):
         time.sleep(0.001)
 
-    def flush(self, seconds):
-        return True
+    def wake(self):
+        pass
 
     def close(self):
         self.closed = True

@@ -8,6 +8,7 @@ import pytest
 
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, TimeoutExceeded
 from ring_plugins.core.control import wait as module
+from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait, long_waits
 
@@ -141,7 +142,7 @@ class Seen:
 
     def __init__(self, dead, missing):
         self.asked, self._dead, self._missing = [], dead, missing
-        self.mesh = Mesh(0, {}, None, None, 1, confirms=False)
+        self.mesh = Mesh(0, {}, Channel(0, 1), None, 1, confirms=False)
         self.mesh.members_lost = lambda: MembersLost("ranks died", 1)
 
     def dead(self):

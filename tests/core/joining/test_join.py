@@ -59,7 +59,7 @@ def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch
         raise NotAdmitted("it is lost")
 
     candidate = SimpleNamespace(is_lost=True, withdraw=lambda view: None)
-    monkeypatch.setattr(joining, "Candidate", lambda rank, listener: candidate)
+    monkeypatch.setattr(joining, "Candidate", lambda rank, listener, peers: candidate)
     monkeypatch.setattr(joining, "_wait_for_invitation", lambda *_: (1, {}))
     monkeypatch.setattr(joining, "_join_at", is_rejected)
     world = SimpleNamespace(
@@ -67,6 +67,7 @@ def test_a_joiner_that_counts_as_lost_ends_since_it_could_never_join(monkeypatch
         shard=(1, 3),
         own_slot=SimpleNamespace(wait_to_join=lambda own: None),
         listener=SimpleNamespace(address="127.0.0.1", port=1),
+        channel=SimpleNamespace(peers=None),
         local_peers=SimpleNamespace(own=SimpleNamespace(address=(1, 2, 3), announce=lambda text: None)),
         members=SimpleNamespace(here=JOINER),
     )

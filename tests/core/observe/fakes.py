@@ -12,9 +12,9 @@ class FakeChannel:
     """
 
     def __init__(self, rank=0, size=2):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.leader = rank, size, 0
         self.sent, self.connected = [], []
-        self.on_joined = None
+        self.joined = None
         self._handlers = {}
 
     def on(self, kind, handler):
@@ -22,6 +22,9 @@ class FakeChannel:
 
     def tell(self, rank, kind, body=None, droppable=False):
         self.sent.append((rank, kind, body))
+
+    def on_joined(self, handler):
+        self.joined = handler
 
     def receive(self, sender, kind, body):
         self._handlers[kind](sender, body)
@@ -32,7 +35,7 @@ class FakeChannel:
     def poll(self, seconds):
         time.sleep(seconds)
 
-    def drain(self, seconds):
+    def wake(self):
         pass
 
     def take(self):

@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 
 import pytest
 
 from ring_plugins.core.base.member import Member, Members
-from ring_plugins.core.control import ControlClient, ControlServer
+from ring_plugins.core.control import rank_zero
+from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.observe import timeline
 from ring_plugins.core.observe.timeline import ClockOffset, TimelineAggregator, TimelineReporter
 from ring_plugins.core.trace.recorder import recorder
@@ -259,8 +261,9 @@ def test_a_rank_that_is_still_in_the_recorded_steps_records_to_their_end():
 
 
 def test_the_offset_of_another_clock_is_within_its_uncertainty(monkeypatch):
-    server = ControlServer(2)
-    client = ControlClient(1, 2, server.address, same_host=True)
+    listening = rank_zero.RankZero(2)
+    server = Channel(0, 2, listening)
+    client = Channel(1, 2, connect=partial(rank_zero.connect, 1, listening.address, True))
     ClockOffset(server, same=True)
     far = ClockOffset(client, same=False)
     ahead = 5_000_000_000
@@ -268,16 +271,18 @@ def test_the_offset_of_another_clock_is_within_its_uncertainty(monkeypatch):
     for channel, shift in ((server, ahead), (client, 0)):
         handlers = {
             kind: (lambda sender, body, h=handler, s=shift: _shifted(monkeypatch, real, s, lambda: h(sender, body)))
-            for kind, handler in channel._handlers.items()
+            for kind, (handler, _) in channel._handlers.items()
         }
-        channel._handlers = handlers
+        for kind, handler in handlers.items():
+            channel.on(kind, handler)
+        channel.start()
     end = time.monotonic() + 10
     while not far.is_known and time.monotonic() < end:
         far.ask(time.monotonic())
         client.poll(0.005)
         server.poll(0.005)
-    server.abandon()
-    client.abandon()
+    client.close()
+    server.close()
     assert far.is_known
     assert abs(far.offset - ahead) <= far.uncertainty
 
