@@ -429,8 +429,8 @@ class Mesh:
         if how.is_invalid:
             peer = self.members.known[rank]
             logger.error(
-                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on {peer.host}): {how}. "
-                "Memory or network are faulty, or this is a bug of ring_plugins.",
+                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on {peer.host}): "
+                f"{how}. Memory or network are faulty, or this is a bug of ring_plugins.",
                 exc_info=how.__cause__,
             )
         if how.code in SILENT:
