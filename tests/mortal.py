@@ -11,6 +11,7 @@ from typing import Any
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 from ring_plugins.core.control import mesh_admission
+from ring_plugins.core.control.channel import EVERYONE
 from ring_plugins.core.control.consensus import Consensus
 from ring_plugins.core.joining import join as joining
 from ring_plugins.core.net.tcp import TcpTransport
@@ -112,7 +113,7 @@ def end_in_round(number: int, when: str) -> None:
     def gather(self: Any, *args: Any) -> Any:
         seen.append(1)
         if len(seen) == number and is_in:
-            self._mesh.tell_all("admission", {"view": self._view, "round": args[0], "payload": args[1]})
+            self._mesh.tell(EVERYONE, {"view": self._view, "round": args[0], "payload": args[1]})
         if len(seen) == number:
             end()
         return of_members(self, *args)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, TimeoutExceeded
+from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import wait as module
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.mesh import Mesh
@@ -142,7 +143,7 @@ class Seen:
 
     def __init__(self, dead, missing):
         self.asked, self._dead, self._missing = [], dead, missing
-        self.mesh = Mesh(0, {}, Channel(0, 1), None, 1, confirms=False)
+        self.mesh = Mesh(Members(0, [Member(0)]), Channel(0, 1), None, 1, confirms=False)
         self.mesh.members_lost = lambda: MembersLost("ranks died", 1)
 
     def dead(self):
