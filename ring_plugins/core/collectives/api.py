@@ -15,6 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
@@ -297,9 +300,9 @@ class FailureState:
 
 
 class ByteCollectives(Protocol):
-    """Moves bytes among the members of a group and knows nothing of element types.
+    """Moves bytes among the members of a group, and knows of element types only in `reduce_scatter`.
 
-    All arrays are 1-d uint8 and may be empty. Every member calls the same method in the same order with an equal
+    All other arrays are 1-d uint8 and may be empty. Every member calls the same method in the same order with an equal
     fingerprint.
     """
 
@@ -308,6 +311,19 @@ class ByteCollectives(Protocol):
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
         """Fill `incoming[i]` with the part of member i's `outgoing` that is meant for this member."""
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, op: Op, dtype: str, fingerprint: Fingerprint) -> None:
+        """Combine the `parts` of all members; member i gets the combination of everyone's `parts[i]`.
+
+        Args:
+            parts: 1-d storage arrays by receiver, of the same lengths on all members; only read.
+            out: for the result; may overlap with them.
+            op, dtype: as in `reduce_into`.
+            fingerprint: of the operation.
+        """
+        terms = np.empty((len(parts), out.size), out.dtype)
+        self.all_to_all([part.view(np.uint8) for part in parts], [term.view(np.uint8) for term in terms], fingerprint)
+        reduce_into(out, list(terms), op, dtype, len(parts) if op is Op.AVERAGE else 1)
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
         """Overwrite `data` with the root's."""

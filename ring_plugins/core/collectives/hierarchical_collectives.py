@@ -29,6 +29,8 @@ operation writes those after its first barrier.
 
 **Mismatches.** The ranks of a host compare fingerprints at the first barrier, and the first rail compares them between
 hosts. Whoever finds a mismatch tells the ranks that wait for it, on its host and on others, so all ranks raise.
+
+The file is longer than others, since the collectives share this pipeline.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array, Bytes
+from ring_plugins.core.collectives.api import ByteCollectives
 from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
 from ring_plugins.core.collectives.hierarchical import average_divisors, report_mismatch
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
@@ -69,7 +72,7 @@ def _nothing(step: int) -> None:
     """The part of a step in which there is nothing to do."""
 
 
-class HierarchicalCollectives:
+class HierarchicalCollectives(ByteCollectives):
     """One member's side of the collectives of a communicator that spans hosts; implements `ByteCollectives`.
 
     Args:
@@ -170,9 +173,8 @@ class HierarchicalCollectives:
         self._run(fingerprint, 1, 1, _nothing, lambda rail, step: iter(()))
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        rails, is_root = self._rails_for(data.size), self._position == root
-        root_host = self._host_of(root)
-        length = rails * _PIECE_BYTES
+        rails, is_root, root_host = self._rails_for(data.size), self._position == root, self._host_of(root)
+        length, buffers = rails * _PIECE_BYTES, self._inputs if self._host == root_host else self._results
 
         def pieces(step: int) -> list[Bytes]:
             """The rails' pieces of the data."""
@@ -181,28 +183,22 @@ class HierarchicalCollectives:
 
         def give(step: int) -> None:
             if is_root:
-                for staged, piece in zip(self._inputs[step & 1], pieces(step), strict=False):
+                for staged, piece in zip(buffers[step & 1], pieces(step), strict=False):
                     staged[: piece.size] = piece
 
-        def take(buffers: Sequence[Bytes], step: int) -> None:
-            for staged, piece in zip(buffers, pieces(step), strict=False):
+        def take(step: int) -> None:
+            for staged, piece in zip(buffers[step & 1], pieces(step), strict=False):
                 piece[:] = staged[: piece.size]
 
-        def take_local(step: int) -> None:
-            if self._host == root_host and not is_root:
-                take(self._inputs[step & 1], step)
-
-        def take_remote(step: int) -> None:
-            if self._host != root_host:
-                take(self._results[step & 1], step)
-
         def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
-            buffers = self._inputs if self._host == root_host else self._results
             nbytes = pieces(step)[self._local_rank].size
             return rail.broadcasting(buffers[step & 1][self._local_rank][:nbytes], root_host, fingerprint)
 
         steps = max(1, -(-data.size // length))
-        self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
+        if self._host == root_host:
+            self._run(fingerprint, steps, rails, give, transfer, take_local=_nothing if is_root else take)
+        else:
+            self._run(fingerprint, steps, rails, _nothing, transfer, take_remote=take)
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
         hosts, rails, own = self._hosts, self._rails_for(sum(part.size for part in parts)), self._host
@@ -239,14 +235,11 @@ class HierarchicalCollectives:
         self._run(fingerprint, steps, rails, give, transfer, take_local, take_remote)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, op: Op, dtype: str, fingerprint: Fingerprint) -> None:
-        """Combine the `parts` of all members; member i gets the combination of everyone's `parts[i]`.
-
-        Args:
-            parts: 1-d storage arrays by receiver, of the same lengths on all members.
-            out: for the result.
-            op, dtype: as in `reduce_into`.
-            fingerprint: of the operation.
-        """
+        if any(np.may_share_memory(part, out) for part in parts):
+            target = np.empty_like(out)
+            self.reduce_scatter(parts, target, op, dtype, fingerprint)
+            np.copyto(out, target)
+            return
         hosts, own, size = self._hosts, self._host, len(parts)
         before, after = average_divisors(size, dtype, False) if op is Op.AVERAGE else (1.0, 1.0)
         rails = self._rails_for(sum(part.nbytes for part in parts))

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ring_plugins.core.arrays.arithmetic import reduce_into
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
@@ -32,7 +31,6 @@ from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import Activity, BufferOwner, Communicator, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
-from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
 from ring_plugins.core.collectives.host_groups import VIEW_SHIFT, HostGroups
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
@@ -47,9 +45,6 @@ T = TypeVar("T")
 
 #: Exchanges one item per member and returns all in rank order; bootstraps a new communicator.
 Gather = Callable[[Any], list[Any]]
-
-#: Added to the numbers of operations on GPUs, which are counted apart from those of the host.
-_ON_GPU = 1 << 40
 
 #: What pickle raises for an object. Anything else, such as a time limit of the script, interrupts it.
 _NOT_PICKLABLE = (pickle.PickleError, TypeError, AttributeError, NotImplementedError, RecursionError)
@@ -231,23 +226,11 @@ class HostCommunicator(Communicator[HostMemory]):
             self._recovery.whole(self._executor, "reduce_scatter", partial(self.reduce_scatter, full, out, counts, op))
             return
         check_reducible(full.dtype, op)
-        parts = _split(full.array, counts, "counts")
+        parts = [part.view(out.array.dtype) for part in _split(full.array, counts, "counts")]
         check_own_count(counts, out.array.size, self, "output")
         detail = ", ".join(filter(None, (op._value_, _counts_text(counts))))
         operation = fingerprint("reduce_scatter", full.dtype, full.shape or full.array.size, detail)
-        self._executor.run(operation, self._reduce_scatter, parts, out.array, op, full.dtype)
-
-    def _reduce_scatter(self, parts: list[Bytes], out: Array, op: Op, dtype: str, operation: Fingerprint) -> None:
-        if isinstance(self.groups.bytes, HierarchicalCollectives):
-            typed = [part.view(out.dtype) for part in parts]
-            target = np.empty_like(out) if any(np.may_share_memory(part, out) for part in parts) else out
-            self.groups.bytes.reduce_scatter(typed, target, op, dtype, operation)
-            if target is not out:
-                np.copyto(out, target)
-            return
-        terms = np.empty((self.size, out.size), out.dtype)
-        self.groups.bytes.all_to_all(parts, [term.view(np.uint8) for term in terms], operation)
-        reduce_into(out, list(terms), op, dtype, self.size if op is Op.AVERAGE else 1)
+        self._executor.run(operation, self.groups.bytes.reduce_scatter, parts, out.array, op, full.dtype)
 
     def all_to_all(
         self, send: HostMemory, send_counts: Sequence[int], out: HostMemory, out_counts: Sequence[int]
@@ -338,19 +321,6 @@ class HostCommunicator(Communicator[HostMemory]):
 
     def reject(self, operation: str, error: BaseException) -> None:
         self._executor.reject(operation, error)
-
-    def reject_on_gpu(self, number: int, before: int, operation: str, error: BaseException) -> None:
-        """As `reject`, for the communicator of GPUs that this one belongs to, whose hosts wait for nothing.
-
-        Args:
-            number, before: operations of that communicator, and calls rejected since.
-            operation, error: as in `reject`.
-        """
-        self.groups.reject(_ON_GPU + number, before, operation, error)
-
-    def rejection_on_gpu(self, number: int, before: int) -> str:
-        """Why another member rejected an operation there, "" if none did."""
-        return self.groups.rejection(_ON_GPU + number, before)
 
     def activity(self) -> Activity | None:
         return self._executor.activity()

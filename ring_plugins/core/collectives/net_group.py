@@ -27,6 +27,7 @@ from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.places import place_of_call
 from ring_plugins.core.base.types import Array, Bytes
+from ring_plugins.core.collectives.api import ByteCollectives
 from ring_plugins.core.collectives.butterfly import rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
@@ -52,7 +53,7 @@ class PendingHeaders(NamedTuple):
     fingerprint: Fingerprint
 
 
-class NetworkGroup:
+class NetworkGroup(ByteCollectives):
     """Ranks that exchange bytes over a transport; implements `ByteCollectives`.
 
     Args:

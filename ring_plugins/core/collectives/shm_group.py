@@ -21,6 +21,8 @@ has to protect the buffer from being overwritten.
 Several arrays share these barriers: all that are mapped are reduced after the first, and a round holds as many of the
 others, or parts of them, as a staging buffer can. Every element is combined in rank order, so results depend neither on
 the algorithm nor on which arrays were reduced together.
+
+The file is longer than others, since all of this shares two staging buffers and their barriers.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.errors import SharedMemoryError
 from ring_plugins.core.base.types import Array, Bytes
+from ring_plugins.core.collectives.api import ByteCollectives
 from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
 from ring_plugins.core.collectives.shm_barrier import PAGE, SharedMemoryBarrier
 from ring_plugins.core.control.wait import Wait
@@ -85,7 +88,7 @@ class _Chunk(NamedTuple):
     cuts: tuple[slice, ...]
 
 
-class SharedMemoryGroup:
+class SharedMemoryGroup(ByteCollectives):
     """The members of a communicator that live on this host; implements `ByteCollectives` and `Reducer`.
 
     Args:

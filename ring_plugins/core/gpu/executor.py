@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 #: Set on an exception, the communicator whose members know of it.
 _TOLD = "_ring_rejection_told_on_gpu_in"
+#: Added to the numbers of operations, which are counted apart from those of the host's communicator.
+_ON_GPU = 1 << 40
 
 
 class StreamWork(Generic[T]):
@@ -232,7 +234,7 @@ class DeviceExecutor:
                 number: before + 1,
                 **{n: m for n, m in self._rejected.items() if n >= self.queue.finished},
             }
-        self._host.reject_on_gpu(number, before, operation, error)
+        self._host.groups.reject(_ON_GPU + number, before, operation, error)
 
     # For the watchdog, on its thread
 
@@ -279,7 +281,7 @@ class DeviceExecutor:
         if oldest is None or not isinstance(self._host, HostCommunicator):
             return
         for number in range(self.queue.finished, oldest.number):
-            if rejection := self._host.rejection_on_gpu(number, self._rejected.get(number, 0)):
+            if rejection := self._host.groups.rejection(_ON_GPU + number, self._rejected.get(number, 0)):
                 where = f"{self._name}: {oldest.text}"
                 error = PeerRejected(f"{rejection} The GPU of rank {self._own} waits for it in {where}.")
                 self._host.interrupt(where, error)  # that member may not know

@@ -327,20 +327,27 @@ def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
     communicator.close()
 
 
+class Groups:
+    """What this member has rejected, and what others have, by number and rejections before."""
+
+    def __init__(self):
+        self.told, self.rejections = [], {}
+
+    def reject(self, number, before, operation, error):
+        self.told.append((number - executor._ON_GPU, before, operation))
+
+    def rejection(self, number, before):
+        return self.rejections.get((number - executor._ON_GPU, before), "")
+
+
 class Host:
-    """The communicator of the hosts, and what another member has rejected, by number and rejections before."""
+    """The communicator of the hosts."""
 
     def __init__(self, host):
-        self.host, self.told, self.rejections, self.interrupted = host, [], {}, []
+        self.host, self.groups, self.interrupted = host, Groups(), []
 
     def __getattr__(self, name):
         return getattr(self.host, name)
-
-    def reject_on_gpu(self, number, before, operation, error):
-        self.told.append((number, before, operation))
-
-    def rejection_on_gpu(self, number, before):
-        return self.rejections.get((number, before), "")
 
     def interrupt(self, operation, error):
         self.interrupted.append(operation)
@@ -361,17 +368,17 @@ def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdo
     reject()
     reduce(communicator)
     reject()
-    assert host.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
+    assert host.groups.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
     communicator.synchronize()
     communicator.executor.poll([])
     done = threading.Event()
     library.cuda.waits_at_once = False
     library.cuda.streams[communicator.stream].work.put(done.wait)
     reduce(communicator)  # the second operation, after one rejected call
-    host.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
+    host.groups.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
     communicator.executor.poll([])
     communicator.check()
-    host.rejections[1, 1] = "rank 1 rejected it."
+    host.groups.rejections[1, 1] = "rank 1 rejected it."
     communicator.executor.poll([])
     with pytest.raises(PeerRejected, match=r"rank 1 rejected it. The GPU of rank 0 waits for it in .*: all_reduce"):
         communicator.check()
