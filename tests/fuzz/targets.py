@@ -22,7 +22,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError, RingError, SharedMemoryError
 from ring_plugins.core.base.member import Member, Members
-from ring_plugins.core.control import mesh as mesh_module
+from ring_plugins.core.control import ends as ends_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.consensus import Consensus
@@ -658,15 +658,15 @@ class MeshMessagesOfAllKinds(JsonTarget):
         try:
             ends[sender][1].send(struct.pack("!Q", len(data)) + data)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(mesh_module, "ListenProbe", lambda *of: SimpleNamespace(close=list, advance=str))
+                patch.setattr(ends_module, "ListenProbe", lambda *of: SimpleNamespace(close=list, advance=str))
                 channel.turn(0.0)
                 channel.poll(0.0)
                 if rng.randrange(2):
-                    mesh._note_silent(rng.choice([other for other in ends if other != sender]))
+                    mesh._ends.note_silent(rng.choice([other for other in ends if other != sender]))
             mesh.must_agree()
-            mesh.told(1, 1)
+            mesh.rounds.of(1, 1)
             mesh.trouble(1, None)
-            mesh._forget_admissions()
+            mesh.rounds.forget(1)
             for other in range(4):
                 detector.has_left(other)
             failure = detector.failure()
@@ -712,7 +712,7 @@ class CalledCandidates(JsonTarget):
                 if view in candidate._decisions:
                     found = candidate.decision(view, [0, 1, 2])
                     assert found.members and 9 in found.members
-            assert all(rank == 1 for rank in candidate._of(view, 1))
+            assert all(rank == 1 for rank in candidate._rounds.of(view, 1))
             candidate.withdraw(view)
             peers.close()
 

@@ -7,7 +7,7 @@ survivors may stand one operation apart: some have its confirmation already, whi
 
 **What a rank knows of another.** It is *reachable* as long as the connection to it stands, however slow its script is:
 a stopped rank is not dead. It has *left* if it said so, with the number of operations that it had confirmed. It is
-*dead* on evidence only: its host's kernel has refused a connection to its port (listen_probe.py), or has dropped the
+*dead* on evidence only: its host's kernel has refused a connection to its port (ends.py), or has dropped the
 lock on its memory (liveness.py). It is *silent* if its host's kernel has acknowledged nothing for RING_NETWORK_TIMEOUT.
 None of this is ever taken back. Evidence is never wrong, silence may be.
 

@@ -18,14 +18,9 @@ the port or socket where it listens, and its channel (channel.py) moves messages
 notice by themselves, and nobody has to be found first: the agreement on who is left (consensus.py), failures and
 rejections (failure_detector.py) travel from rank to rank.
 
-**Death or silence.** A connection that ends does not say why: the process may have died, the network may be cut, or the
-other side may have given the connection up. Between hosts, a rank whose connection has ended is asked once more whether
-it listens (listen_probe.py): it is dead, or it counts as silent. For ranks of the same host, the lock on their memory
-says whether they are dead (liveness.py); a rank that has seen that tells all others. The kernel ends a connection whose
-data or
-probes nobody has acknowledged for RING_NETWORK_TIMEOUT: that is silence, too. Silence of one rank is that of its host,
-whose ranks share memory: they stay in the job or are left out together. A rank that is once silent stays so, even if
-the network comes back: by then the other side may have decided, too.
+**Death or silence.** A connection that ends does not say why; ends.py finds that out. Silence of one rank is that of
+its host, whose ranks share memory: they stay in the job or are left out together. A rank that is once silent stays so,
+even if the network comes back: by then the other side may have decided, too.
 
 Considered and rejected: on one host, decisions in shared memory, a second algorithm for what messages do in two
 milliseconds; connections between hosts only by one rank of each, for it may be the one that dies, and their
@@ -43,12 +38,12 @@ from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, name_ranks
-from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control.channel import EVERYONE, Channel
-from ring_plugins.core.control.consensus import Consensus, Decision, Message
-from ring_plugins.core.control.listen_probe import SILENT, ListenProbe
+from ring_plugins.core.control.consensus import Decision
+from ring_plugins.core.control.ends import Ends
 from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.rounds import Rounds
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.net.listener import Listener
@@ -56,8 +51,6 @@ from ring_plugins.core.net.tcp_options import end_when_silent
 
 #: Names these connections beside those of communicators, whose tags are not negative.
 MESH_TAG = -1
-#: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
-_LOOK, _IDLE = 0.01, 1.0
 #: Ranks of a job that have connections to each other.
 MOST_RANKS = 256
 
@@ -89,6 +82,7 @@ class Mesh:
             have: they find it in their next operation, so this one takes it over there, too. None if there are none.
         joined: members of the last view that is agreed on that were none in the view before.
         is_excluded: whether the others go on without this rank, if they go on at all.
+        rounds: what ranks have told in the admission of a process.
     """
 
     def __init__(
@@ -110,19 +104,16 @@ class Mesh:
         self.is_excluded = False
         self._on_left_out = on_left_out
         self._lock = channel.peers.lock
-        self._consensus = Consensus(self.rank, sorted(members.ranks), self._send_message, self._hang_up, members.view)
-        self._dying: dict[int, float] = {}  # ranks of this host whose lock is not free yet, with the time to give up
-        self._probes: dict[int, ListenProbe] = {}
+        self._ends = Ends(members, channel, local_peers)
+        self._consensus = consensus = self._ends.consensus
         self._is_agreeing = self._is_admitting = False
-        #: What ranks have told in the admission of a process: by view, round and rank.
-        self._told: dict[tuple[int, int, int], Any] = {}
-        self._problems: dict[int, str] = {}  # by view
-        channel.watch(self)
+        self.rounds = Rounds()
+        channel.watch(self._ends)
         for kind, handler in (
-            ("dead", lambda sender, body: self._consensus.note_dead(self._rank_in(body))),
-            ("leaves", lambda sender, body: self._consensus.note_left(sender, int(body["committed"]))),
-            ("agree", self._consensus.receive),
-            ("admission", self._note_told),
+            ("dead", lambda sender, body: consensus.note_dead(_rank_in(body, members))),
+            ("leaves", lambda sender, body: consensus.note_left(sender, int(body["committed"]))),
+            ("agree", consensus.receive),
+            ("admission", self.rounds.note),
         ):
             channel.on(kind, handler, at_once=True)
 
@@ -154,10 +145,10 @@ class Mesh:
             self._consensus.take_over(decision)
             for rank in self._channel.peers:
                 if rank not in decision.members:
-                    self._hang_up(rank)
+                    self._ends.hang_up(rank)
             for rank in self.members.ranks:
                 if rank != self.rank and rank not in self._channel.peers:
-                    self.note_end(rank, Disconnected("it closed the connection"))
+                    self._ends.note_end(rank, Disconnected("it closed the connection"))
             for rank, data in backlog:
                 if rank in self._channel.peers:
                     self._channel.receive(rank, data)
@@ -174,7 +165,7 @@ class Mesh:
         if self._is_agreeing or self._is_admitting:
             return frozenset()
         with self._lock:
-            self._look_at_locks()
+            self._ends.look_at_locks()
             return frozenset(self._consensus.dead.intersection(self._consensus.members))
 
     def interrupts(self, dead: Collection[int] = (), absent: Collection[int] = ()) -> bool:
@@ -215,7 +206,7 @@ class Mesh:
     def note_unreachable(self, rank: int) -> None:
         """The network to the host of a rank is lost; any thread may call it."""
         with self._lock:
-            self._note_silent(rank)
+            self._ends.note_silent(rank)
         self._channel.peers.wake()
 
     def agree(self, wait: Waiting, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
@@ -241,9 +232,7 @@ class Mesh:
         try:
             self._is_agreeing = True
             if not joining:  # others may be prepared already, and wait for this rank
-                self._channel.tell(
-                    EVERYONE, "admission", {"view": view, "problem": f"rank {self.rank} does not take part."}
-                )
+                self.tell(EVERYONE, {"view": view, "problem": f"rank {self.rank} does not take part."})
             with self._lock:
                 consensus.arrive(view, self.committed, leaving, joining)
             self._channel.peers.wake()
@@ -272,7 +261,7 @@ class Mesh:
             self._local_peers.forget([rank for rank in lost if rank != self.rank])
         is_behind = decision.committed > self.committed
         self._agreed, self.committed, self.joined = view, decision.committed, decision.joining
-        self._forget_admissions()
+        self.rounds.forget(view)
         if is_behind:
             self.pending = lost
             return None
@@ -299,16 +288,12 @@ class Mesh:
     def add(self, rank: int, connected: socket.socket) -> None:
         """Talk to a process that is to join over this connection."""
         with self._lock:
-            self._hang_up(rank)
+            self._ends.hang_up(rank)
             self._channel.add(rank, mesh_frames(connected))
 
     def tell(self, rank: int, body: dict[str, Any]) -> None:
         """Send a message of the admission to one rank, or to `EVERYONE`."""
         self._channel.tell(rank, "admission", body)
-
-    def told(self, view: int, number: int) -> dict[int, Any]:
-        """What ranks have told in a round of the admission that the agreement on a view is to end."""
-        return {rank: body for (of, round_, rank), body in list(self._told.items()) if (of, round_) == (view, number)}
 
     def trouble(self, view: int, joiner: int | None) -> str | None:
         """Why nobody can join in a view, "" if a process is lost; None as long as it can.
@@ -318,41 +303,22 @@ class Mesh:
             joiner: who is to join; None before this rank is connected to it.
         """
         with self._lock:
-            self._look_at_locks()
+            self._ends.look_at_locks()
             if self._consensus.lost() or (joiner is not None and joiner not in self._channel.peers):
                 return ""
-        return self._problems.get(view)
+        return self.rounds.problems.get(view)
 
     def dismiss(self, rank: int) -> None:
         """Close the connection to a process that has not joined."""
         with self._lock:
-            self._hang_up(rank)
+            self._ends.hang_up(rank)
 
     def note_joined(self, rank: int) -> None:
         """A process has joined, which this rank watches now; its connection may have ended already."""
         with self._lock:
             if rank not in self._channel.peers and self.is_member(rank):
-                self.note_end(rank, Disconnected("it closed the connection"))
+                self._ends.note_end(rank, Disconnected("it closed the connection"))
         self._channel.peers.wake()
-
-    def _note_told(self, sender: int, body: dict[str, Any]) -> None:
-        view = int(body["view"])
-        if view <= self._agreed:
-            return
-        if "problem" in body:
-            self._problems.setdefault(view, str(body["problem"]))
-        else:
-            self._told[view, int(body["round"]), sender] = body["payload"]
-
-    def _forget_admissions(self) -> None:
-        for key in [key for key in list(self._told) if key[0] <= self._agreed]:
-            del self._told[key]
-        for view in [view for view in list(self._problems) if view <= self._agreed]:
-            del self._problems[view]
-
-    def _look_at_locks(self) -> None:
-        for rank in self._local_peers.lost() if self._local_peers is not None else ():
-            self._note_dead(rank)
 
     def was_silent(self, rank: int) -> bool:
         """Whether a rank was lost because it could not be reached, rather than by its death."""
@@ -364,13 +330,12 @@ class Mesh:
             self._channel.tell(EVERYONE, "leaves", {"committed": self.committed})
 
     def detach_after_fork(self) -> None:
-        """In a forked child: close the sockets, which are the parent's, or nobody would see its death."""
-        for probe in self._probes.values():
-            probe.close()
+        """In a forked child: close the sockets, which are the parent's."""
+        self._ends.close()
 
     def _awaited(self) -> list[int]:
         with self._lock:
-            self._look_at_locks()
+            self._ends.look_at_locks()
             return self._consensus.awaited()
 
     def _how_lost(self, rank: int) -> str:
@@ -402,80 +367,12 @@ class Mesh:
             rank,
         )
 
-    def _rank_in(self, body: dict[str, Any]) -> int:
-        rank = body["rank"]
-        if type(rank) is not int or rank not in self.members.known:
-            raise ValueError(f"{body!r} names no rank")
-        return rank
 
-    def _send_message(self, rank: int, message: Message) -> None:
-        self._channel.tell(rank, "agree", message)
-
-    def _hang_up(self, rank: int) -> None:
-        """Close a connection, now: nothing more of that rank may count."""
-        self._channel.hang_up(rank)
-        self._dying.pop(rank, None)
-        probe = self._probes.pop(rank, None)
-        if probe is not None:
-            probe.close()
-
-    # On the channel's thread, with the lock held ---------------------------------------------------
-
-    def note_end(self, rank: int, how: Disconnected) -> None:
-        """The connection to a rank has ended; why, is still to be seen."""
-        self._hang_up(rank)
-        if self.has_left(rank) or not self.is_member(rank):  # one that was to join is not missed
-            return
-        if how.is_invalid:
-            peer = self.members.known[rank]
-            logger.error(
-                f"rank {self.rank} has closed its connection to rank {rank} (process {peer.pid} on {peer.host}): "
-                f"{how}. Memory or network are faulty, or this is a bug of ring_plugins.",
-                exc_info=how.__cause__,
-            )
-        if how.code in SILENT:
-            self._note_silent(rank)
-        elif self._local_peers is not None and rank in self._local_peers.others:
-            self._dying[rank] = time.monotonic() + config.NETWORK_TIMEOUT.get()
-        else:
-            peer = self.members.known[rank]
-            self._probes[rank] = ListenProbe(peer.address, peer.port, config.NETWORK_TIMEOUT.get())
-
-    def look(self) -> float:
-        """Find out why connections have ended; returns in how many seconds to look again."""
-        for rank, end in list(self._dying.items()):
-            if rank not in self._dying:  # the death before it has begun a ballot, which hangs up on all that are dead
-                continue
-            local = self._local_peers.others.get(rank) if self._local_peers is not None else None
-            if local is None or local.has_died():
-                del self._dying[rank]
-                if local is not None and local.is_lost():
-                    self._note_dead(rank)
-            elif time.monotonic() > end:
-                self._note_silent(rank)
-        for rank, probe in list(self._probes.items()):
-            if self._probes.get(rank) is probe and (found := probe.advance()):
-                del self._probes[rank]
-                (self._consensus.note_dead if found == "dead" else self._note_silent)(rank)
-        return _LOOK if self._probes or self._dying else _IDLE
-
-    def _note_dead(self, rank: int) -> None:
-        """The lock of a rank of this host is free, which no other host sees."""
-        if rank not in self._consensus.dead and not self.has_left(rank):
-            self._channel.tell(EVERYONE, "dead", {"rank": rank})
-            self._consensus.note_dead(rank)
-
-    def _note_silent(self, rank: int) -> None:
-        """A rank of another host cannot be reached any more: all of that host count as silent, at once.
-
-        If only this one was left out, it might learn of it late, and write to memory that those share who go on.
-        """
-        known, domain = self.members.known, self.members.known[rank].domain
-        is_here = self.members.is_near(rank)
-        silent = [rank] if is_here else [other for other, peer in known.items() if peer.domain == domain]
-        for other in silent:
-            self._hang_up(other)
-        self._consensus.note_silent(*silent)
+def _rank_in(body: dict[str, Any], members: Members) -> int:
+    rank = body["rank"]
+    if type(rank) is not int or rank not in members.known:
+        raise ValueError(f"{body!r} names no rank")
+    return rank
 
 
 def mesh_frames(connected: socket.socket) -> FrameSocket:

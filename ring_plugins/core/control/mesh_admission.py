@@ -42,17 +42,16 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.control.channel import EVERYONE
-from ring_plugins.core.control.consensus import Decision, check, is_number
+from ring_plugins.core.control.consensus import Decision, check
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.control.mesh import MESH_TAG, Mesh, mesh_frames
+from ring_plugins.core.control.rounds import CALL, READY, Rounds
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.core.net.frames import from_json, to_json
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.peers import Peers
 
-#: Rounds.
-CALL, OFFERS, READY = range(3)
 #: Seconds for which members wait for a joiner in a round, on other hosts perhaps longer. It takes milliseconds to map
 #: the memory.
 _PATIENCE = 10.0
@@ -122,7 +121,7 @@ class MeshAdmission:
         self._alone_since = 0.0
 
         def missing() -> list[int]:
-            told = mesh.told(view, number)
+            told = mesh.rounds.of(view, number)
             return [rank for rank in awaited if rank not in told]
 
         def have_told() -> bool:
@@ -136,7 +135,7 @@ class MeshAdmission:
             return not left
 
         self._wait.until(have_told, missing, lambda: _WHAT)
-        return {**mesh.told(view, number), mesh.rank: payload}
+        return {**mesh.rounds.of(view, number), mesh.rank: payload}
 
     def give_up(self, listener: Listener) -> None:
         """Let go of the joiner, which has not joined."""
@@ -188,16 +187,15 @@ class Candidate:
         self.rank, self._listener, self._peers = rank, listener, peers
         self.backlog: list[tuple[int, bytes]] = []
         self.is_lost = False
-        self._told: dict[tuple[int, int, int], Any] = {}  # by view, round and rank
+        self._rounds = Rounds()
         self._called_for: dict[int, int] = {}  # by rank, the view for which it has called over its connection
-        self._problems: dict[int, str] = {}
         self._decisions: dict[int, Decision] = {}
 
     def called(self) -> tuple[int, dict[str, Any]] | None:
         """The view for which members call this process, and what one of them says; None if none does."""
         self._look()
         view = max(self._called_for.values(), default=0)
-        return (view, next(iter(self._of(view, CALL).values()))) if view else None
+        return (view, next(iter(self._rounds.of(view, CALL).values()))) if view else None
 
     def gather(self, view: int, number: int, members: Sequence[int], payload: Mapping[str, Any] | None = None) -> Any:
         """What all members tell in a round, by world rank, and what this process tells them all.
@@ -215,7 +213,7 @@ class Candidate:
             self._tell(rank, {"view": view, "round": number, "payload": payload})
 
         def missing() -> list[int]:
-            told = self._of(view, number)
+            told = self._rounds.of(view, number)
             return [rank for rank in members if rank not in told]
 
         def have_told() -> bool:
@@ -229,7 +227,7 @@ class Candidate:
             return not left or view in self._decisions
 
         self._wait(have_told, missing)
-        return {**self._of(view, number), self.rank: payload}
+        return {**self._rounds.of(view, number), self.rank: payload}
 
     def decision(self, view: int, members: Sequence[int]) -> Decision:
         """Wait for the members' decision that this process joins.
@@ -252,7 +250,7 @@ class Candidate:
             if of <= view:
                 self._close(rank)
         self.backlog = [one for one in self.backlog if one[0] in self._peers]
-        self._told = {key: payload for key, payload in self._told.items() if key[0] > view}
+        self._rounds.forget(view)
 
     def _close(self, rank: int) -> None:
         self._peers.hang_up(rank)
@@ -261,20 +259,17 @@ class Candidate:
     def _wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         Wait("admission", None).until(ready, missing, lambda: _WHAT)
 
-    def _of(self, view: int, number: int) -> dict[int, Any]:
-        return {rank: payload for (of, round_, rank), payload in self._told.items() if (of, round_) == (view, number)}
-
     def _are_connected(self, view: int, members: Sequence[int]) -> bool:
         """Whether no member has hung up that has called."""
-        return all(self._called_for.get(rank) == view for rank in self._of(view, CALL) if rank in members)
+        return all(self._called_for.get(rank) == view for rank in self._rounds.of(view, CALL) if rank in members)
 
     def _check(self, view: int) -> None:
         decision = self._decisions.get(view)
         if decision is not None:
             if self.rank not in decision.members:
                 raise NotAdmitted("")
-        elif view in self._problems:
-            raise NotAdmitted(self._problems[view])
+        elif view in self._rounds.problems:
+            raise NotAdmitted(self._rounds.problems[view])
         elif view not in self._called_for.values() or max(self._called_for.values()) > view:
             raise NotAdmitted("")  # the members have decided without it, and may have called again
 
@@ -299,16 +294,10 @@ class Candidate:
         try:
             kind, body = message
             if kind == "admission":
-                view = body["view"]
-                if not is_number(view):
-                    raise ValueError(f"{view!r} is no view")
-                if "problem" in body:
-                    self._problems[view] = str(body["problem"])
-                    self.is_lost |= body["problem"] == _LOST
-                else:
-                    self._told[view, int(body["round"]), rank] = body["payload"]
-                    if body["round"] == CALL:
-                        self._called_for[rank] = view
+                counts = self._rounds.note(rank, body)
+                self.is_lost |= body.get("problem") == _LOST
+                if counts and body.get("round") == CALL:
+                    self._called_for[rank] = body["view"]
                 return
             if kind == "agree" and body["kind"] == "decided":
                 check(body)

@@ -47,15 +47,8 @@ from ring_plugins.core.collectives.shm_group import create_segment
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.mesh import Mesh
-from ring_plugins.core.control.mesh_admission import (
-    CALL,
-    OFFERS,
-    READY,
-    Candidate,
-    MeshAdmission,
-    NotAdmitted,
-    begin_together,
-)
+from ring_plugins.core.control.mesh_admission import Candidate, MeshAdmission, NotAdmitted, begin_together
+from ring_plugins.core.control.rounds import CALL, OFFERS, READY
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.members.join_descriptors import (
     DifferentScript,

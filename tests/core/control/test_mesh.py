@@ -118,20 +118,20 @@ def test_a_rank_without_which_the_others_go_on_names_whom_it_could_not_reach(mes
 def test_several_deaths_on_a_host_are_seen_at_once(meshes):
     """The thread finds the lock of one free, and so begins a ballot, which ends its look at one already known dead."""
     mesh, lost = meshes[2][0], list[int]()
-    mesh._local_peers = LocalPeers(None, [
+    mesh._ends._local_peers = LocalPeers(None, [
         SimpleNamespace(rank=rank, has_died=lambda rank=rank: rank in lost, is_lost=lambda rank=rank: rank in lost)
         for rank in (0, 1)
     ])  # fmt: skip
     kill(*meshes[0])
     kill(*meshes[1])
-    assert until(lambda: len(mesh._dying) == 2)
+    assert until(lambda: len(mesh._ends._dying) == 2)
     with mesh._lock:
-        first, second = mesh._dying
+        first, second = mesh._ends._dying
         lost.append(second)
-        mesh._look_at_locks()  # as the script's thread does while it waits
+        mesh._ends.look_at_locks()  # as the script's thread does while it waits
         mesh._consensus.arrive(1, 0)
         lost.append(first)
-        mesh.look()
+        mesh._ends.look()
     assert agreed(meshes[2:]) == [[0, 1], [0, 1]]
     assert mesh._channel._thread.is_alive()
     assert [one.members.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
@@ -185,7 +185,7 @@ def put_on_one_host(meshes, *ranks):
 def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_connections_has_ended(meshes):
     put_on_one_host(meshes, 2, 3)
     with meshes[0][0]._lock:
-        meshes[0][0].note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
+        meshes[0][0]._ends.note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
     assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
     results = agreed(meshes)
     assert results[:2] == [[2, 3]] * 2

@@ -13,15 +13,8 @@ from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.mesh import Mesh
-from ring_plugins.core.control.mesh_admission import (
-    CALL,
-    OFFERS,
-    READY,
-    Candidate,
-    MeshAdmission,
-    NotAdmitted,
-    begin_together,
-)
+from ring_plugins.core.control.mesh_admission import Candidate, MeshAdmission, NotAdmitted, begin_together
+from ring_plugins.core.control.rounds import CALL, OFFERS, READY
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.net.listener import Listener
 from tests.core.collectives.mortal_ranks import Mortal
