@@ -61,6 +61,7 @@ class Peers:
         self.lock = threading.RLock()
         self._acceptor = acceptor
         self._frames: dict[int, FrameSocket] = {}
+        self._writing: set[int] = set()  # whose sockets are to wake the loop once they take more bytes
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._waker = socket.socketpair()
         for end in (self._wake_end, self._waker):
@@ -105,6 +106,7 @@ class Peers:
         """Close a connection now: nothing more of that peer counts."""
         with self.lock:
             frames = self._frames.pop(number, None)
+            self._writing.discard(number)
             if frames is not None:
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(frames)
@@ -143,7 +145,7 @@ class Peers:
         """What has arrived, by peer; then sends what waits. The caller holds the lock."""
         for number, frames in ready:
             yield from self._read(number, frames)
-        for number, frames in list(self._frames.items()):
+        for number, frames in [(n, one) for n, one in self._frames.items() if one.unsent or n in self._writing]:
             if self._frames.get(number) is frames:
                 yield from self._write(number, frames)
 
@@ -170,9 +172,10 @@ class Peers:
                 self.hang_up(number)
                 yield number, how
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.unsent else 0)
-        if self._selector.get_key(frames).events != wanted:
-            self._selector.modify(frames, wanted, number)
+        if bool(frames.unsent) != (number in self._writing):
+            self._writing ^= {number}
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.unsent else 0)
+            self._selector.modify(frames, events, number)
 
     # The end --------------------------------------------------------------------------------------
 
