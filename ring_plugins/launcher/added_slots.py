@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
@@ -54,6 +55,23 @@ class AddedSlot(NamedTuple):
     attempt: int
 
 
+@dataclass
+class _Slot:
+    """What is known of a slot.
+
+    Attributes:
+        host: number of the one that has it, None for none.
+        attempt: as in `AddedSlot`; -1 before it is given out.
+        has_joined: whether its process has joined.
+        had_member: whether it ever had a member. Data has a shard for it then.
+    """
+
+    host: int | None = None
+    attempt: int = -1
+    has_joined: bool = False
+    had_member: bool = False
+
+
 class AddedSlots:
     """Gives out slots.
 
@@ -64,23 +82,30 @@ class AddedSlots:
     """
 
     def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]]) -> None:
-        self._size, self._most = size, max(most, size)
-        self._homes = {host: list(of_host) for host, of_host in enumerate(ranks)}
-        self._hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that had been given out before
-        self._given: dict[int, AddedSlot] = {}
-        self._attempts = Counter(range(size))  # the first ranks have had theirs
-        self._in_use = size
-        self._had = set(range(size))  # slots that ever had a member
-        self._free = set[int]()  # those of them whose hosts are lost
-        self._joined = set[int]()  # those of `_given` that have a member, or had one there
+        self._size, self._most, self._in_use = size, max(most, size), size
+        self._num_hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that others had before
+        self._slots = [_Slot() for _ in range(self._most)]
+        for host, of_host in enumerate(ranks):
+            for slot in of_host:
+                self._slots[slot] = _Slot(host, 0, True, True)
 
     def told(self) -> dict[str, Any]:
         """What supervisors need to know; JSON can hold it."""
-        return {"in use": self._in_use, "slots": sorted(self._given.values())}
+        given = [
+            AddedSlot(number, slot.host, slot.attempt)
+            for number, slot in enumerate(self._slots)
+            if slot.host is not None and (number >= self._size or slot.attempt)  # else a first rank has it
+        ]
+        return {"in use": self._in_use, "slots": given}
 
     def of_host(self, host: int) -> list[int]:
         """The slots of a host."""
-        return sorted([*self._homes.get(host, ()), *(one.slot for one in self._given.values() if one.host == host)])
+        return [number for number, slot in enumerate(self._slots) if slot.host == host]
+
+    def _free(self) -> list[int]:
+        """Slots in order that hosts may get: those whose hosts are lost, and new ones."""
+        lost = [number for number, slot in enumerate(self._slots) if slot.had_member and slot.host is None]
+        return [*lost, *range(self._in_use, self._most)]
 
     def add(self, number: int, hosts: Mapping[int, str]) -> str:
         """Give out so many more slots, if there are as many; returns an answer for the user.
@@ -91,17 +116,15 @@ class AddedSlots:
         """
         if rejection := self.rejection(number) or self._rejection_of(hosts, number):
             return rejection
-        given = self._give_out(self._next_ones(number), list(hosts))
-        is_named = self._hosts > 1 or max(given) > 0  # else the job has one host
+        given = self._give_out(self._free()[:number], list(hosts))
+        is_named = self._num_hosts > 1 or max(given) > 0  # else the job has one host
         told = " and ".join(name_ranks(slots) + f" on {hosts[host]}" * is_named for host, slots in given.items())
-        where = (
-            " where an epoch begins" if any(slot not in self._had for slots in given.values() for slot in slots) else ""
-        )
-        return f"ok: {told} will join{where}"
+        is_new = any(not self._slots[slot].had_member for slots in given.values() for slot in slots)
+        return f"ok: {told} will join{' where an epoch begins' if is_new else ''}"
 
     def rejection(self, number: int) -> str:
         """Why so many slots cannot be given out, "" if they can."""
-        free = len(self._free) + self._most - self._in_use
+        free = len(self._free())
         if self._most == self._size and not free:
             return "no: the job was started without --max-ranks, so it has no slots for added ranks"
         if number > free:
@@ -111,10 +134,10 @@ class AddedSlots:
 
     def _rejection_of(self, hosts: Mapping[int, str], number: int) -> str:
         """Why these hosts cannot have so many more slots, "" if they can; arguments as for `add`."""
-        for host, slots in self._divided(self._next_ones(number), list(hosts)).items():
-            all_of_host = world_ranks(host, self._hosts if host < self._hosts else None, self._most)
+        for host, slots in self._divided(self._free()[:number], list(hosts)).items():
+            all_of_host = world_ranks(host, self._num_hosts if host < self._num_hosts else None, self._most)
             left = max(0, len(all_of_host) - self._again[host])
-            wanted = sum(self._attempts[slot] > 0 for slot in slots)
+            wanted = sum(self._slots[slot].attempt >= 0 for slot in slots)
             if wanted > left:
                 return (
                     f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, not "
@@ -122,9 +145,6 @@ class AddedSlots:
                     "them. Start the others on another host"
                 )
         return ""
-
-    def _next_ones(self, number: int) -> list[int]:
-        return [*sorted(self._free), *range(self._in_use, self._most)][:number]
 
     def _divided(self, slots: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
         """Which of these slots each host is to have."""
@@ -142,22 +162,21 @@ class AddedSlots:
         """Give out slots; returns those of each host."""
         given = self._divided(slots, hosts)
         for host, of_host in given.items():
-            for slot in of_host:
-                self._given[slot] = AddedSlot(slot, host, self._attempts[slot])
-                self._again[host] += self._attempts[slot] > 0
-                self._attempts[slot] += 1
-                self._free.discard(slot)
-                self._in_use = max(self._in_use, slot + 1)
+            for number in of_host:
+                slot = self._slots[number]
+                slot.host, slot.attempt, slot.has_joined = host, slot.attempt + 1, False
+                self._again[host] += slot.attempt > 0
+                self._in_use = max(self._in_use, number + 1)
         return given
 
     def note_joined(self, slots: Sequence[int]) -> None:
         """The processes of these slots have joined."""
-        self._joined.update(slots)
-        self._had.update(slots)
+        for slot in slots:
+            self._slots[slot].has_joined = self._slots[slot].had_member = True
 
     def take_back(self, slot: int) -> None:
         """A host has given up a slot, whose processes end before they join."""
-        if slot in self._given and slot not in self._joined:
+        if self._slots[slot].host is not None and not self._slots[slot].has_joined:
             self._release(slot)
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
@@ -167,25 +186,22 @@ class AddedSlots:
             host: its number.
             left: numbers of those that get them.
         """
-        mine = [one.slot for one in self._given.values() if one.host == host]
-        waiting = sorted(slot for slot in mine if slot not in self._joined)
-        self._free.update(self._homes.pop(host, ()))
-        for slot in set(mine) - set(waiting):
-            del self._given[slot]
-            self._joined.discard(slot)
-            self._free.add(slot)
-        again = sorted({other for slot in waiting for other in self._release(slot)})
+        mine = self.of_host(host)
+        for slot in mine:
+            if self._slots[slot].has_joined:
+                self._slots[slot].host = None
+        again = sorted({other for slot in mine for other in self._release(slot)})
         if left:
             self._give_out(again, left)
         return again
 
     def _release(self, slot: int) -> list[int]:
-        """Let nobody have a slot that nobody has joined by, nor any behind it by which the job was to grow."""
-        if slot in self._had:
-            self._free.add(slot)
-            return [slot] if self._given.pop(slot, None) else []
-        released = [one for one in self._given if one >= slot and one not in self._had]
+        """Take a slot from its host, with those behind it by which the job was to grow if it is one of these."""
+        released = [slot]
+        if not self._slots[slot].had_member:
+            released = [one for one in range(slot, self._in_use) if not self._slots[one].had_member]
+            self._in_use = min(self._in_use, slot)
+        released = [one for one in released if self._slots[one].host is not None]
         for one in released:
-            del self._given[one]
-        self._in_use = min(self._in_use, slot)
+            self._slots[one].host = None
         return released

@@ -435,7 +435,7 @@ class Coordinator:
 
 
 class OwnHost:
-    """The connection between the coordinator and a supervisor in the same process, which also keeps the former going.
+    """As `Link`, for a supervisor in the same process, which also keeps the coordinator going.
 
     Args:
         coordinator: of the job.
@@ -448,11 +448,9 @@ class OwnHost:
         self._coordinator, self._host = coordinator, host
 
     def send(self, kind: str, body: Any) -> None:
-        """Hand over a message of the supervisor."""
         self._coordinator.take(self._host, kind, body)
 
     def read(self) -> list[tuple[str, Any]]:
-        """Let the coordinator do what is due; returns its messages."""
         self._coordinator.tick()
         found, self._host.inbox = self._host.inbox or [], []
         return found

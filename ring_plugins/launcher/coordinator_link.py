@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
@@ -61,8 +61,6 @@ class HostJob:
         recovers: whether the job goes on when ranks are lost.
         replaces: whether other processes take the places of ranks that are lost.
         standbys: how many processes wait to do so.
-        relays: whether what the ranks print always passes through this process.
-        reads_input: whether rank 0 has the standard input of this process.
         most: up to how many ranks the job may grow; 0 for no more than `size`.
         is_added: whether the job has begun without this host, whose ranks join it.
         question: for `probe.report`, of a host that is to be compared with the coordinator's.
@@ -83,8 +81,6 @@ class HostJob:
     recovers: bool = True
     replaces: bool = False
     standbys: int = 0
-    relays: bool = True
-    reads_input: bool = False
     most: int = 0
     is_added: bool = False
     question: dict[str, Any] | None = None
@@ -111,30 +107,16 @@ def read_message(data: bytes) -> tuple[str, Any]:
     return message[0], message[1]
 
 
-class Connection(Protocol):
-    """What the supervisor of a host has to the coordinator, in the same process or in another.
-
-    Attributes:
-        is_lost: whether the connection has ended.
-        is_orphaned: whether the coordinator has ended, too.
-    """
-
-    is_lost: bool
-    is_orphaned: bool
-
-    def send(self, kind: str, body: Any) -> None:
-        """Send a message, unless the connection is lost."""
-
-    def read(self) -> list[tuple[str, Any]]:
-        """The messages that have arrived."""
-
-
 class Link:
     """The connection to the coordinator.
 
     Args:
         job: says where it is.
         is_over: whether to wait for it no longer.
+
+    Attributes:
+        is_lost: whether the connection has ended.
+        is_orphaned: whether the coordinator has ended, too.
 
     Raises:
         LaunchError: it cannot be reached.

@@ -29,7 +29,8 @@ from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
-from ring_plugins.launcher.coordinator_link import Connection, HostJob, Link
+from ring_plugins.launcher.coordinator import OwnHost
+from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.job_hosts import End, Host, verdict
 from ring_plugins.launcher.meeting import AtAnAddress, Meeting
 from ring_plugins.launcher.output import Relay
@@ -85,10 +86,10 @@ class Supervisor:
         meeting: where the ranks find the others.
     """
 
-    def __init__(self, job: HostJob, link: Connection, processes: Processes, meeting: Meeting) -> None:
+    def __init__(self, job: HostJob, link: Link | OwnHost, processes: Processes, meeting: Meeting) -> None:
         self._job, self._link, self._processes, self._meeting = job, link, processes, meeting
         self._rows = meeting.slots
-        self._relay = Relay(job.tag_output, job.output_directory, always=job.relays)
+        self._relay = Relay(job.tag_output, job.output_directory, always=meeting.is_at_an_address)
         self._inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
         unused = world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most))
         self._slots = SlotProcesses(
@@ -111,16 +112,15 @@ class Supervisor:
 
     def run(self) -> int:
         """Run them to the job's end, and return its exit status."""
-        is_first = 0 in self._job.ranks and isinstance(self._meeting, AtAnAddress)
-        with reserve_port() if is_first else contextlib.nullcontext() as reserved:
+        needs_port = 0 in self._job.ranks and self._meeting.is_at_an_address
+        with reserve_port() if needs_port else contextlib.nullcontext() as reserved:
             port = reserved.getsockname()[1] if reserved is not None else 0
             told = {} if self._job.question is None else {"report": report(self._job.question)}
             self._link.send("here", {"host": socket.gethostname(), "port": port, **told})
             start = self._wait_for("start")
             if start is None:
                 return 1 if self._status is None else self._status
-            if isinstance(self._meeting, AtAnAddress):
-                self._meeting.begin(start)
+            self._meeting.begin(start)
             with self._relay:
                 self._slots.start_first()
                 self._relay.start()
@@ -166,7 +166,7 @@ class Supervisor:
                 **({config.JOINS.name: str(world_rank)} if is_new else {}),
             },
             pass_fds=[self._meeting.segment.fd],
-            stdin=None if job.reads_input and world_rank == 0 else subprocess.DEVNULL,
+            stdin=None if world_rank == 0 and not self._meeting.is_at_an_address else subprocess.DEVNULL,
             stdout=out,
             stderr=err,
         )
@@ -210,12 +210,12 @@ class Supervisor:
             slots = [AddedSlot(*one) for one in body["slots"]]
             self._slots.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
             self._meeting.note_in_use(body["in use"])
-        elif kind == "joiners" and isinstance(self._meeting, AtAnAddress):
+        elif kind == "joiners":
             self._meeting.remote_joiners.write(body)
             self._rows.num_remote_joiners = len(body)
         elif kind == "alone":
             self._rows.others_let_join = False
-        elif kind == "join info?" and isinstance(self._meeting, AtAnAddress):
+        elif kind == "join info?":
             self._link.send("join info", self._meeting.join_info.read())
         elif kind == "end":
             self._processes.end(signal.Signals(body))

@@ -10,30 +10,23 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.control.parent_notifier import ParentNotifier
-from ring_plugins.core.rendezvous.spawn import as_status
-from ring_plugins.launcher import host, mpirun, preflight
+from ring_plugins.launcher import host, mpirun
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.host import Supervisor
 from ring_plugins.launcher.hosts import is_this_host
-from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.logins import Logins
-from ring_plugins.launcher.lost_host import LostHost
 from ring_plugins.launcher.meeting import AtAnAddress, InMemory, Meeting
+from ring_plugins.launcher.mpirun_job import run_mpirun
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.processes import Processes
-
-_DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
 
 
 def shell_command(plan: LaunchPlan) -> str:
@@ -59,7 +52,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     if plan.mpirun is None:
         return _run_on_hosts(plan, notify)
     with Processes() as processes:
-        return _tell(_run_mpirun(plan, processes), processes, notify)
+        return _tell(run_mpirun(plan, processes), processes, notify)
 
 
 def _tell(result: tuple[int, str | None], processes: Processes, notify: Callable[[str], None]) -> int:
@@ -92,10 +85,10 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         output_directory=job.output_directory,
         recovers=plan.recovers,
         replaces=plan.replaces,
+        standbys=plan.standbys,
         most=plan.max_ranks,
     )
-    own = replace(described, standbys=plan.standbys, relays=bool(plan.hosts), reads_input=not plan.hosts)
-    meeting: Meeting = AtAnAddress(own) if plan.hosts else InMemory(job.ranks, plan.max_ranks)
+    meeting: Meeting = AtAnAddress(described) if plan.hosts else InMemory(job.ranks, plan.max_ranks)
     with Processes() as processes, contextlib.ExitStack() as stack:
         logins = None
         if plan.hosts:
@@ -114,7 +107,7 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         for index, (name, ranks_there) in enumerate(hosts):
             if logins is not None and index != here:
                 logins.start(coordinator.port, coordinator.key, name, index, ranks_there)
-        status = _coordinate(coordinator, None if here is None else own, meeting, processes, notify)
+        status = _coordinate(coordinator, None if here is None else described, meeting, processes, notify)
         if logins is not None:
             logins.leave()
     return status
@@ -161,46 +154,3 @@ def run_under_launcher() -> int:
 
 def _say(text: str) -> None:
     print(f"ring run: {text}", file=sys.stderr, flush=True)
-
-
-def _run_mpirun(plan: LaunchPlan, processes: Processes) -> tuple[int, str | None]:
-    assert plan.mpirun is not None
-    with ParentNotifier() as notifier, contextlib.ExitStack() as stack:
-        environment = {**os.environ, **notifier.environment}
-        lost = stack.enter_context(LostHost()) if plan.mpirun.flavor == "Open MPI" and not plan.is_local else None
-        # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
-        process = processes.start(
-            mpirun.command_line(plan.mpirun, plan.job),
-            environment,
-            end_signal=signal.SIGTERM,
-            stderr=None if lost is None else lost.stderr,
-        )
-        if lost is not None:
-            lost.start()
-        others = _other_hosts(plan, process.pid, processes)
-        hangs = HungMpirun(process.pid, plan.is_local, notifier.first_message, others)
-
-        def find_trouble() -> str | None:
-            return _DEAF if lost is not None and lost.has_died else hangs()
-
-        why = processes.wait(lambda: [process] if process.poll() is None else [], find_trouble)
-        stack.close()
-        if processes.ending is not None:
-            status = 128 + processes.ending
-        else:
-            status = as_status(process.returncode) or (1 if why else 0)
-        if lost is not None and lost.has_died:
-            return status or 1, _DEAF
-        cause = notifier.first_message() if processes.signalled is None else None
-        if cause is None and lost is not None and lost.found:
-            cause = "mpirun lost a host and ended the ranks of the others"
-        # Open MPI 5 exits with 0 after it has lost a host. The cause is repeated as the last line: what the ranks
-        # printed stands above mpirun's own banners.
-        return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
-
-
-def _other_hosts(plan: LaunchPlan, mpirun: int, processes: Processes) -> OtherHosts | None:
-    """The hosts to ask whether ranks still run there, None if that is not possible."""
-    hosts = [part.host for part in plan.job.shares if part.ranks and not is_this_host(part.host)]
-    is_known = plan.mpirun is not None and plan.mpirun.uses_prrte and not plan.is_local and plan.job.shares
-    return OtherHosts(preflight.login(plan.job), hosts, mpirun, processes) if is_known else None

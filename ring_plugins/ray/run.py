@@ -22,6 +22,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import spawn, tcp
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.meeting import RankAssignment, assign_ranks
 from ring_plugins.launcher.outcomes import (
     LEFT,
     NOT_JOINED,
@@ -33,7 +34,6 @@ from ring_plugins.launcher.outcomes import (
     pack_call,
     results,
 )
-from ring_plugins.launcher.rank_assignment import RankAssignment, assign_ranks
 from ring_plugins.launcher.restart import HOUR, MOST
 
 T = TypeVar("T")

@@ -27,8 +27,8 @@ from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher.control import Driver, DriverConnection
 from ring_plugins.launcher.local_ranks import RankProcess
+from ring_plugins.launcher.meeting import assign_ranks
 from ring_plugins.launcher.outcomes import RankResults, pack_call, results
-from ring_plugins.launcher.rank_assignment import assign_ranks
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

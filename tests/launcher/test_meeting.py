@@ -5,7 +5,7 @@ import pytest
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.meeting import AtAnAddress, InMemory
+from ring_plugins.launcher.meeting import AtAnAddress, InMemory, RankAssignment, assign_ranks
 
 
 @pytest.fixture
@@ -53,3 +53,19 @@ def test_a_process_that_joins_several_hosts_gets_the_size_that_the_job_has_then(
     found = at_an_address.environment(2, 4, 3, True)
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_PORT"]) == ("4", "5", "2", "29")
     assert found["RING_SECRET"] == "hush" and found["RING_SLOT"].endswith(":6:2")
+
+
+def test_ranks_of_one_host_follow_each_other_whatever_the_schedulers_order():
+    assert assign_ranks(["a", "b", "a"]) == [
+        RankAssignment(0, 3, 0, 2, 0, 2),
+        RankAssignment(2, 3, 0, 1, 1, 2),
+        RankAssignment(1, 3, 1, 2, 0, 2),
+    ]
+
+
+def test_an_assignment_overrides_the_launcher_under_which_the_scheduler_runs():
+    (alone,) = assign_ranks(["a"])
+    variables = alone.environment("10.0.0.1", 4000, "hush")
+    assert variables["RING_SECRET"] == "hush"
+    assert (variables["RING_LAUNCHER"], variables["RANK"], variables["WORLD_SIZE"]) == ("rendezvous", "0", "1")
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4000")

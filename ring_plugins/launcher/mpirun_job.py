@@ -1,6 +1,6 @@
-"""Notices an mpirun that hangs: its job is over, and it does not end.
+"""Follows an mpirun that starts a job: one that hangs is ended, and one that has lost a host does not end with 0.
 
-Open MPI 5's mpirun now and then does not end when the last rank has ended, and would wait for ever
+**A hung mpirun.** Open MPI 5's mpirun now and then does not end when the last rank has ended, and would wait for ever
 (https://github.com/openpmix/prrte/issues/1839). Three signs show that nothing is left to wait for:
 
 - All ranks run on this host, where mpirun is their parent, and nothing below it has been alive for some seconds, though
@@ -13,6 +13,10 @@ Open MPI 5's mpirun now and then does not end when the last rank has ended, and 
 
 Hosts are asked only where their names are known, and only for Open MPI 5: ranks of others are not told apart from
 other processes, and their launchers are not known to hang.
+
+**A lost host.** Open MPI kills the other hosts' ranks then, and ends with status 0. Its banner on standard error is the
+only sign, if mpirun is faster than the ranks, whose own connections notice a lost host too. So what it prints there
+passes through this process, unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +25,24 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from types import TracebackType
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.control.parent_notifier import ParentNotifier
 from ring_plugins.core.linux.process import children, descendants, state
+from ring_plugins.core.rendezvous.spawn import as_status
+from ring_plugins.launcher import mpirun, preflight
+from ring_plugins.launcher.hosts import is_this_host
+from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.processes import Popen, Processes
 
+_DEAF = "ended every rank because the thread that reads mpirun's errors died; its traceback is above."
 #: Seconds without a living process below mpirun. It ends within one second of its last rank otherwise.
 IDLE_SECONDS = 10.0
 #: Seconds after the first failure of a rank.
@@ -43,17 +56,71 @@ _ANSWER_SECONDS = 20.0
 _OVER = ("Z", "X", "")
 
 _ANSWER = re.compile(r"^ring ranks: (\d+) (\d+)$", re.MULTILINE)
+#: In the help texts of PRRTE (Open MPI 5) and ORTE (Open MPI 4).
+_LOST = b"has lost communication with a remote daemon"
+_READ = 1 << 16
+#: Seconds to wait for the end of the pipe, which a process that a rank left behind may keep open.
+_END = 5.0
 
 
-def _question(mpirun: int) -> str:
+def run_mpirun(plan: LaunchPlan, processes: Processes) -> tuple[int, str | None]:
+    """Run a job by mpirun to its end; returns its exit status, and what the user should know of it.
+
+    Args:
+        plan: of the job.
+        processes: of this host.
+    """
+    assert plan.mpirun is not None
+    with ParentNotifier() as notifier, contextlib.ExitStack() as stack:
+        environment = {**os.environ, **notifier.environment}
+        lost = stack.enter_context(LostHost()) if plan.mpirun.flavor == "Open MPI" and not plan.is_local else None
+        # On SIGTERM mpirun ends its ranks on all hosts; whatever remains on this one is killed.
+        process = processes.start(
+            mpirun.command_line(plan.mpirun, plan.job),
+            environment,
+            end_signal=signal.SIGTERM,
+            stderr=None if lost is None else lost.stderr,
+        )
+        if lost is not None:
+            lost.start()
+        others = _other_hosts(plan, process.pid, processes)
+        hangs = HungMpirun(process.pid, plan.is_local, notifier.first_message, others)
+
+        def find_trouble() -> str | None:
+            return _DEAF if lost is not None and lost.has_died else hangs()
+
+        why = processes.wait(lambda: [process] if process.poll() is None else [], find_trouble)
+        stack.close()
+        if processes.ending is not None:
+            status = 128 + processes.ending
+        else:
+            status = as_status(process.returncode) or (1 if why else 0)
+        if lost is not None and lost.has_died:
+            return status or 1, _DEAF
+        cause = notifier.first_message() if processes.signalled is None else None
+        if cause is None and lost is not None and lost.found:
+            cause = "mpirun lost a host and ended the ranks of the others"
+        # Open MPI 5 exits with 0 after it has lost a host. The cause is repeated as the last line: what the ranks
+        # printed stands above mpirun's own banners.
+        return status or (1 if cause else 0), why or (cause and f"{cause.rstrip('.')}.")
+
+
+def _other_hosts(plan: LaunchPlan, pid: int, processes: Processes) -> OtherHosts | None:
+    """The hosts to ask whether ranks still run there, None if that is not possible."""
+    hosts = [part.host for part in plan.job.shares if part.ranks and not is_this_host(part.host)]
+    is_known = plan.mpirun is not None and plan.mpirun.uses_prrte and not plan.is_local and plan.job.shares
+    return OtherHosts(preflight.login(plan.job), hosts, pid, processes) if is_known else None
+
+
+def _question(pid: int) -> str:
     """A command that prints how many daemons of a PRRTE job, and how many of its ranks, a host runs.
 
     A job is named after its mpirun's process id. Daemons have its name on their command lines, with 0 behind the @, and
     ranks and what they have started have it in their environments, with another number.
     """
     count = 'cat /proc/[0-9]*/{} 2>/dev/null | tr "\\0" "\\n" | grep -c "{}"'
-    daemons = count.format("cmdline", f"[-]{mpirun}@0$")  # the brackets keep this command from finding itself
-    ranks = count.format("environ", f"^PMIX_NAMESPACE=.*-{mpirun}@[1-9]")
+    daemons = count.format("cmdline", f"[-]{pid}@0$")  # the brackets keep this command from finding itself
+    ranks = count.format("environ", f"^PMIX_NAMESPACE=.*-{pid}@[1-9]")
     return "sh -c " + shlex.quote(f'echo "ring ranks: $({daemons}) $({ranks})"')
 
 
@@ -63,12 +130,12 @@ class OtherHosts:
     Args:
         login: ssh or what replaces it, with its options; gets a host and a command.
         hosts: their names.
-        mpirun: process id of the job's mpirun.
+        pid: of the job's mpirun.
         processes: of this host.
     """
 
-    def __init__(self, login: Sequence[str], hosts: Sequence[str], mpirun: int, processes: Processes) -> None:
-        self._login, self._hosts, self._question = tuple(login), tuple(hosts), _question(mpirun)
+    def __init__(self, login: Sequence[str], hosts: Sequence[str], pid: int, processes: Processes) -> None:
+        self._login, self._hosts, self._question = tuple(login), tuple(hosts), _question(pid)
         self._processes = processes
         self._asked: list[Popen] = []
         self._deadline = 0.0
@@ -185,3 +252,51 @@ def _is_rank(pid: int) -> bool:
         return b"PMIX_NAMESPACE=" in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return True  # it has just ended, or may not be read
+
+
+class LostHost:
+    """Passes on what mpirun prints to standard error, and reads it.
+
+    Leaving the context waits until everything has been passed on.
+
+    Attributes:
+        stderr: for mpirun, as Popen takes it.
+        found: whether mpirun has lost a host; final once the context is left.
+        has_died: whether its thread has died, so that nobody reads what mpirun prints.
+    """
+
+    def __init__(self) -> None:
+        self.found = self.has_died = False
+        self._reading, self.stderr = os.pipe()
+        self._thread = HelperThread(self._copy, "ring:mpirun's errors", outside_a_job=self._note_death)
+
+    def __enter__(self) -> LostHost:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def start(self) -> None:
+        """Begin to read, once mpirun has its end."""
+        os.close(self.stderr)
+        self.stderr = -1
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stderr >= 0:  # mpirun could not be started
+            self.start()
+        self._thread.join(_END)
+
+    def _copy(self) -> None:
+        before, shown = b"", True
+        with os.fdopen(self._reading, "rb", buffering=0) as pipe:
+            while data := pipe.read(_READ):
+                self.found = self.found or _LOST in before + data
+                before = (before + data)[-len(_LOST) :]
+                try:
+                    while shown and data:
+                        data = data[os.write(2, data) :]
+                except OSError:
+                    shown = False  # standard error is closed; mpirun must not wait for it
+
+    def _note_death(self) -> None:
+        self.has_died = True

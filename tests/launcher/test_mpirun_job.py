@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.launcher import hung_mpirun
-from ring_plugins.launcher.hung_mpirun import HungMpirun, OtherHosts
+from ring_plugins.launcher import job, mpirun_job
+from ring_plugins.launcher.hosts import Share
+from ring_plugins.launcher.launch_plan import LaunchPlan
+from ring_plugins.launcher.mpirun import JobSpec, Mpirun
+from ring_plugins.launcher.mpirun_job import HungMpirun, OtherHosts
 from ring_plugins.launcher.processes import Processes
 
 #: Starts a rank, waits for it, and then for nothing.
@@ -15,10 +18,10 @@ HANGS = "sh -c 'exec sleep 0.3' & wait; exec sleep 3600"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(hung_mpirun, "_LOOK_EVERY", 0.0)
-    monkeypatch.setattr(hung_mpirun, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(hung_mpirun, "FAILED_SECONDS", 0.2)
-    monkeypatch.setattr(hung_mpirun, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(mpirun_job, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(mpirun_job, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(mpirun_job, "FAILED_SECONDS", 0.2)
+    monkeypatch.setattr(mpirun_job, "ASK_EVERY", 0.0)
 
 
 def wait(processes, process, hangs):
@@ -49,10 +52,10 @@ def test_it_is_ended_on_several_hosts_after_a_failure():
 def test_it_goes_on_while_ranks_may_run(monkeypatch, alive, is_local):
     """While some run here; while they may run on other hosts; before any has started."""
     first = [alive is not None]  # whether any was alive at first
-    monkeypatch.setattr(hung_mpirun, "children", dict)
-    monkeypatch.setattr(hung_mpirun, "descendants", lambda pid, family: [1] if alive or (first and first.pop()) else [])
-    monkeypatch.setattr(hung_mpirun, "state", lambda pid: "S")
-    monkeypatch.setattr(hung_mpirun, "time", SimpleNamespace(monotonic=iter(range(1, 1000)).__next__))
+    monkeypatch.setattr(mpirun_job, "children", dict)
+    monkeypatch.setattr(mpirun_job, "descendants", lambda pid, family: [1] if alive or (first and first.pop()) else [])
+    monkeypatch.setattr(mpirun_job, "state", lambda pid: "S")
+    monkeypatch.setattr(mpirun_job, "time", SimpleNamespace(monotonic=iter(range(1, 1000)).__next__))
     hangs = HungMpirun(1, is_local, lambda: None)
     assert [hangs() for _ in range(500)] == [None] * 500
 
@@ -91,7 +94,7 @@ def test_it_is_ended_on_several_hosts_once_they_have_said_twice_that_no_rank_is_
     answers = ["ring ranks: 1 2", "ring ranks: 1 0", "ring ranks: 1 1", "ring ranks: 1 0", "ring ranks: 2 0", "more"]
     status, why, left, pid = wait_with_others(login, answers, HANGS_HERE)
     assert (status != 0, why, left) == (True, ELSEWHERE, ["more"])
-    assert login.with_suffix(".log").read_text().startswith(f"host2: {hung_mpirun._question(pid)}\n")
+    assert login.with_suffix(".log").read_text().startswith(f"host2: {mpirun_job._question(pid)}\n")
 
 
 @pytest.mark.parametrize("silent", ["ring ranks: 0 0", "", "ring ranks: x"])  # nothing can be seen there; no answer
@@ -129,3 +132,20 @@ def test_the_question_counts_daemons_and_ranks():
             while (answers := others.answers()) is None:
                 pass
             assert answers == [found]
+
+
+#: As PRRTE prints it.
+BANNER = "PRTE has lost communication with a remote daemon."
+
+
+@pytest.mark.parametrize(("printed", "status"), [(f"step 1\n{BANNER}\n", 1), ("step 1\n", 0)])
+def test_a_lost_host_is_a_failure(tmp_path, capfd, printed, status):
+    """Open MPI ends with status 0 then, and kills ranks that could not say anything by then."""
+    script = tmp_path / "mpirun"
+    script.write_text(f"#!/bin/sh\nprintf '%s' '{printed}' >&2\n")
+    script.chmod(0o755)
+    spec = JobSpec(("/bin/true",), 2, shares=(Share("a", 1), Share("b", 1)))
+    lines: list[str] = []
+    assert job.run(LaunchPlan(spec, Mpirun(str(script), "Open MPI", "5.0.11")), lines.append) == status
+    assert capfd.readouterr().err == printed
+    assert lines == ["mpirun lost a host and ended the ranks of the others."] * status
