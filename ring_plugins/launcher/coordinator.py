@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import selectors
 import signal
 import socket
 import time
@@ -72,6 +71,7 @@ from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
+from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.core.net.tcp_options import end_when_silent
 from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
 from ring_plugins.launcher.coordinator_link import read_message
@@ -85,6 +85,8 @@ from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 #: Seconds that supervisors have to report after they were told to end: as long as theirs give to the ranks, and more.
 _END_SECONDS = 18.0
+#: Seconds that supervisors have to read the last message.
+_READ_SECONDS = 2.0
 #: Seconds between two looks.
 _TICK = 0.05
 
@@ -136,13 +138,12 @@ class Coordinator:
         self.result: tuple[int, str | None] | None = None
         self.key = key or secrets.token_hex(32)
         limit = len(self._hosts) + _OTHER_CONNECTIONS
-        self._acceptor = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit)
-        self._selector, self.port = selectors.DefaultSelector(), 0
+        acceptor, self.port = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit), 0
         if port is not None:
             listener = socket.create_server(("", port), backlog=_BACKLOG)
             self.port = listener.getsockname()[1]
-            self._acceptor.add(listener)
-            self._selector.register(self._acceptor, selectors.EVENT_READ)
+            acceptor.add(listener)
+        self._peers = Peers(acceptor)  # by the numbers of their hosts
         self._failed: list[End] = []  # the ends that end the job, in the order in which they were told
         self._open, self._line = contextlib.ExitStack(), ProgressLine()
         self._requests = self._open.enter_context(GrowthRequests(self.add_ranks)) if takes_requests else None
@@ -152,11 +153,8 @@ class Coordinator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._acceptor.close()  # first: a supervisor that sees its connection end tries this
-        for host in self._hosts:
-            if host.frames is not None:
-                host.frames.close()
-        self._selector.close()
+        self._peers.stop_accepting()  # first: a supervisor that sees its connection end tries this
+        self._peers.close(_READ_SECONDS)
         self._open.close()
 
     def connect(self, index: int) -> OwnHost:
@@ -225,9 +223,9 @@ class Coordinator:
         self._line.remove()
         first = next(host for host in self._hosts if 0 in host.ranks)
         assert first.here is not None
-        address = str(first.frames.socket.getpeername()[0]) if first.frames is not None else "127.0.0.1"
+        address = first.addresses[0] if first.addresses is not None else "127.0.0.1"
         if address.startswith("127."):  # this host, which others have reached at another address
-            reached = [str(host.frames.socket.getsockname()[0]) for host in self._hosts if host.frames is not None]
+            reached = [host.addresses[1] for host in self._hosts if host.addresses is not None]
             address = next((one for one in reached if not one.startswith("127.")), address)
         secret = config.SECRET.get() or secrets.token_hex(32)
         self._started = {"address": address, "port": int(first.here["port"]), "secret": secret}
@@ -263,16 +261,16 @@ class Coordinator:
 
     def _expects(self, claim: Claim) -> bool:
         host = self._hosts[claim.rank] if 0 <= claim.rank < len(self._hosts) else None
-        return host is not None and host.frames is None and host.inbox is None
+        return host is not None and host.addresses is None and host.inbox is None
 
     def _poll(self, seconds: float) -> None:
         if self._requests is not None:
             self._requests.poll()
-        for key, _ in self._selector.select(seconds):
-            if key.data is not None:
-                self._read(key.data)
-        for new in self._acceptor.poll():
+        ready = self._peers.wait(seconds)
+        for new in self._peers.accepted():
             self._join(new)
+        for index, event in self._peers.events(ready):
+            self._read(self._hosts[index], event)
         self._look_after_added_hosts()
         self._publish("added", self._added_slots.told())
 
@@ -282,14 +280,14 @@ class Coordinator:
             return
         host = self._hosts[new.claim.rank]
         end_when_silent(new.socket)
-        host.frames = FrameSocket(new.socket, Purpose.LAUNCHER)
-        self._selector.register(host.frames, selectors.EVENT_READ, host)
+        host.addresses = str(new.socket.getpeername()[0]), str(new.socket.getsockname()[0])
+        self._peers.add(new.claim.rank, FrameSocket(new.socket, Purpose.LAUNCHER))
 
-    def _read(self, host: Host) -> None:
-        assert host.frames is not None
+    def _read(self, host: Host, event: Event) -> None:
         try:
-            for data in host.frames.read():
-                self.take(host, *read_message(data))
+            if isinstance(event, Disconnected):
+                raise event
+            self.take(host, *read_message(event))
         except Disconnected:
             self._lose(host)
         except Exception as error:  # what one supervisor sends must not end those of the other hosts
@@ -327,13 +325,12 @@ class Coordinator:
                 self._give_out_anew(host)
 
     def _lose(self, host: Host) -> None:
-        assert host.frames is not None
-        self._selector.unregister(host.frames)
-        host.frames.close()
+        index = self._hosts.index(host)
+        self._peers.hang_up(index)
         if not host.is_over:
             host.is_lost = True
             if host.here is not None and self._processes.signalled is None:
-                ranks = self._added_slots.of_host(self._hosts.index(host))
+                ranks = self._added_slots.of_host(index)
                 self._notify(f"{host.name} is lost{with_ranks(ranks)}; the others may go on.")
                 self._give_out_anew(host)
 
@@ -428,10 +425,8 @@ class Coordinator:
     def _tell(self, host: Host, kind: str, body: Any) -> None:
         if host.inbox is not None:
             host.inbox.append((kind, body))
-        elif host.frames is not None and not host.is_lost:
-            with contextlib.suppress(Disconnected, TimeoutError):
-                host.frames.send(to_json([kind, body]))
-                host.frames.flush(config.NETWORK_TIMEOUT.get())
+        else:
+            self._peers.send(self._hosts.index(host), to_json([kind, body]))
 
 
 class OwnHost:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous.spawn import as_status, ending, silent_end
 from ring_plugins.launcher.processes import Popen
 
@@ -71,7 +70,7 @@ class Host:
     Attributes:
         name: of it.
         ranks: that it runs.
-        frames: the connection to its supervisor, None before it has come, and for one in this process.
+        addresses: of both ends of the connection to its supervisor, this one last; None before that has come.
         inbox: messages for a supervisor in this process; None for others.
         here: the first message of its supervisor, None before.
         report: how its ranks ended, None before its supervisor has said so.
@@ -87,7 +86,7 @@ class Host:
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.name, self.ranks = name, tuple(ranks)
-        self.frames: FrameSocket | None = None
+        self.addresses: tuple[str, str] | None = None
         self.inbox: list[tuple[str, Any]] | None = None
         self.here: Mapping[str, Any] | None = None
         self.report: list[End] | None = None
@@ -105,7 +104,7 @@ class Host:
     @property
     def is_connected(self) -> bool:
         """Whether messages reach its supervisor."""
-        return not self.is_lost and (self.frames is not None or self.inbox is not None)
+        return not self.is_lost and (self.addresses is not None or self.inbox is not None)
 
     @property
     def is_over(self) -> bool:

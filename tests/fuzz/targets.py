@@ -750,14 +750,13 @@ class SupervisorMessages(JsonTarget):
             if rng.randrange(2):
                 host.here = {"host": "host1", "port": 1}
                 coordinator._started = {}
-            host.frames = FrameSocket(ours, Purpose.LAUNCHER)
-            coordinator._selector.register(host.frames, selectors.EVENT_READ, host)
+            coordinator._peers.add(0, FrameSocket(ours, Purpose.LAUNCHER))
             theirs.send(struct.pack("!Q", len(data)) + data)
-            coordinator._read(host)
+            coordinator._poll(0.0)
+            coordinator._poll(0.0)  # the first one may have woken up for the new connection alone
             if host.here is not None and not host.is_lost:
                 assert 0 <= host.here["port"] < 1 << 16
                 host.here.get("report")
-            coordinator._look_after_added_hosts()
             status, why = verdict(coordinator._hosts, coordinator._failed, 4)
             assert 0 <= status <= 255
             assert why is None or isinstance(why, str)

@@ -12,11 +12,17 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Disconnected, Purpose
+from ring_plugins.launcher import coordinator as coordinator_module
 from ring_plugins.launcher import host
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
 from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.processes import Processes
+
+
+@pytest.fixture(autouse=True)
+def _nobody_reads_the_last_message(monkeypatch):
+    monkeypatch.setattr(coordinator_module, "_READ_SECONDS", 0.0)
 
 
 class Logins:
