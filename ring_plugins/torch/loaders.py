@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ring_plugins.core.world import current
 
@@ -39,7 +39,7 @@ def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[
 
 def from_batch(loader: DataLoader[Any], skipped: int) -> DataLoader[Any] | None:
     """A loader of the batches behind the first ones, for one epoch; None if `loader` has no sampler to skip in."""
-    sampler = loader.batch_sampler
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
     return None if sampler is None else _like(loader, DataLoader, batch_sampler=_Rest(sampler, skipped))
 
 
