@@ -106,7 +106,7 @@ def host_backends(names: Iterable[str] | None = None) -> dict[str, Backend]:
     available = [
         name
         for name in HOST
-        if (name != "MPI" or current().launcher == "mpi")
+        if (name != "MPI" or current().launcher.uses_mpi)
         and (name != "gloo" or importlib.util.find_spec("torch") is not None)
     ]
     wanted = available if names is None else list(names)

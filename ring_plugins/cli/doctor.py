@@ -39,7 +39,7 @@ def doctor(
     """
     from ring_plugins.core.rendezvous import detect
 
-    if detect().kind == "single":
+    if detect().launcher.is_none:
         raise typer.Exit(_examine_host(json))
     raise typer.Exit(_examine_job(json))
 

@@ -60,7 +60,7 @@ from ring_plugins.core.net.listener import UNIX, Listener
 from ring_plugins.core.net.tcp import TcpTransport
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
-from ring_plugins.core.rendezvous import Rendezvous, connect, detect, exported, leave
+from ring_plugins.core.rendezvous import Launcher, Rendezvous, connect, exported, launcher_of, launchers, leave
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
 from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD
 from ring_plugins.core.rendezvous.spawn import status_of_child
@@ -110,13 +110,13 @@ class World:
         elastic: how they change while the job runs.
         has_left: whether this process has left the job before its end, as others had agreed.
         communicator: of all ranks, for the public functions.
-        launcher: "mpi", "rendezvous", "spawned" or "single".
+        launcher: that has started the ranks.
         failure_detector, channel, observers: the failure detector, the messages between ranks, the observing services;
             None in a job of one rank.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, launcher: str, policy: FailurePolicy, asked_ranks: int | None = None
+        self, rendezvous: Rendezvous, launcher: Launcher, policy: FailurePolicy, asked_ranks: int | None = None
     ) -> None:
         self._rendezvous, self._policy = rendezvous, policy
         self._sizes = rendezvous.size, asked_ranks
@@ -128,8 +128,6 @@ class World:
         self.replaces = policy.replaces and self.recovers
         self.has_left = False
         self.launcher = launcher
-        record = detect()
-        self._started_by = "this script" if record.kind == "single" else record.by
         self._closed = False
         self.failure_detector: FailureDetector | None = None
         self.channel: Channel | None = None
@@ -338,9 +336,7 @@ class World:
             self.channel.start()
         self.failure_detector = FailureDetector(members, self._local_peers, self.channel)
         self.observers = Observers(self.channel, self.failure_detector, self.activities, self.has_communicated, records)
-        launched = (
-            self.launcher in ("mpi", "spawned") or "TORCHELASTIC_RUN_ID" in os.environ or self.own_slot is not None
-        )
+        launched = self.launcher.is_parent or self.own_slot is not None
         monitor = MonitorThread(self.failure_detector, self.channel, launched, self.abort, self.status_after)
         monitor.add(GpuWatchdog(self.failure_detector, self.device_executors), vital=True)
         monitor.add(TcpLiveness(self.failure_detector), vital=True)
@@ -616,9 +612,9 @@ class World:
     @property
     def summary(self) -> str:
         """For messages: "2 ranks on 1 host, started by this script"."""
-        if self.topology.size == 1 and self.launcher == "single":
+        if self.topology.size == 1 and self.launcher.is_none:
             return self.topology.summary
-        return f"{self.topology.summary}, started by {self._started_by}"
+        return f"{self.topology.summary}, started by {self.launcher.name}"
 
     def is_mine(self) -> bool:
         """Whether this process joined the job, rather than being forked from one that did."""
@@ -752,16 +748,14 @@ def init(
     policy = FailurePolicy.chosen(on_failure, min_ranks, max_ranks)
     if ranks is not None and max_ranks is not None:
         policy.check_size(ranks)
-    check_ancestors()
+    check_ancestors((config.LAUNCHER.name, *launchers.identity()))
     if policy.recovers:
         prepare_to_continue(ranks, policy, _generation)
     check_directory(ranks)
     exit_hooks.install(lambda: _world, shutdown)
     rendezvous = connect(ranks, _generation)
     _generation += 1
-    kind = detect().kind
-    launcher = "single" if rendezvous.size == 1 else "spawned" if kind == "single" else kind
-    _world = World(rendezvous, launcher, policy, ranks)
+    _world = World(rendezvous, launcher_of(rendezvous.size), policy, ranks)
     set_rank(rendezvous.rank)
     _world.export_place()
     if rendezvous.rank == 0 and _generation == 1:

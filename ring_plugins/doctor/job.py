@@ -96,7 +96,7 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
         *check_agreement(facts),
     ]
     findings.sort(key=lambda finding: -finding.severity)
-    return Examination(findings, facts, links, curve, current().launcher)
+    return Examination(findings, facts, links, curve, str(current().launcher))
 
 
 def check_placement(

@@ -115,7 +115,7 @@ def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
         pair.broadcast(small, 1)
         if i >= _WARM_UP:
             seconds.append((time.perf_counter() - started) / 2)
-    mpi_microseconds = _mpi_microseconds(pair) if current().launcher == "mpi" else None
+    mpi_microseconds = _mpi_microseconds(pair) if current().launcher.uses_mpi else None
     before = _traffic()
     rates = tuple(8e-9 * _LARGE / _transfer_seconds(pair, large, root) for root in (0, 1))
     used = pair.all_gather_object(_busiest(before, _traffic()))

@@ -84,7 +84,7 @@ def run(
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):  # the value may be a secret
             raise ArgumentError(f"env: name and value of {name!r} must be texts, as in env={{'OMP_NUM_THREADS': '1'}}.")
-    if detect().kind != "single" or (world.is_initialized() and world.current().topology.size > 1):
+    if not detect().launcher.is_none or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "
             "script with plain python, or call the function itself after ring_plugins.init()."

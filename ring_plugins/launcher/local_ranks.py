@@ -22,7 +22,7 @@ from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.base.own_python import own_python, search_path
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous import spawn, tcp
+from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from ring_plugins.launcher.environment import search_path_of_user, take_search_path
 from ring_plugins.launcher.outcomes import GRACE_SECONDS, Failure, Outcome, call, collect
@@ -163,7 +163,7 @@ def run_rank(fd: int, parent: int, rank: int, by: str) -> None:
         rank: number of this rank.
         by: as for `RankProcess`.
     """
-    spawn.started_by = tcp.started_by = by
+    record.caller = by
     end_with_parent()
     if os.getppid() != parent:  # it ended before the line above took effect
         sys.exit(1)

@@ -11,7 +11,7 @@ from ring_plugins.core import world
 from ring_plugins.core.base import config
 from ring_plugins.core.base.topology import Topology
 from ring_plugins.core.linux.interfaces import reserve_port
-from ring_plugins.core.rendezvous import LaunchRecord, detect, tcp
+from ring_plugins.core.rendezvous import LaunchRecord, detect, record
 
 
 class RingEnvironment:
@@ -34,12 +34,15 @@ class RingEnvironment:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a spawned worker: the port stays reserved in this process."""
-        return {**vars(self), "_reserved": None}
+        return {**vars(self), "_reserved": None, "_record": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _record=detect())
 
     @property
     def creates_processes_externally(self) -> bool:
         """Whether all ranks are running already, so that there is nothing to start."""
-        return _is_connected() or self._record.kind != "single"
+        return _is_connected() or not self._record.launcher.is_none
 
     @property
     def main_address(self) -> str:
@@ -97,7 +100,7 @@ class RingEnvironment:
         """This process's place in its job; None if it was started alone and has not started others yet."""
         if _is_connected():
             return world.current().topology
-        if self._record.kind == "single":
+        if self._record.launcher.is_none:
             return None
         # Where a launcher's variables say too little, the ranks must connect to learn the rest.
         return _recorded_topology(self._record) or world.init(**self.failure_policy).topology
@@ -121,7 +124,7 @@ class RingEnvironment:
             MASTER_PORT=str(self.main_port),
         )
         os.environ.pop(config.EXPORTED.name, None)  # by a rank that has started this script
-        tcp.started_by = "Lightning"
+        record.caller = "Lightning"
         self._record = detect()
         # Such a process ends without running `atexit` functions, and must not look as if it had crashed.
         multiprocessing.util.Finalize(None, world.shutdown, exitpriority=0)
@@ -129,12 +132,12 @@ class RingEnvironment:
 
 def _is_connected() -> bool:
     """Whether this process has connected to others. A world of size 1, made by an earlier Trainer, does not count."""
-    return world.is_initialized() and world.current().launcher != "single"
+    return world.is_initialized() and not world.current().launcher.is_none
 
 
-def _recorded_topology(record: LaunchRecord) -> Topology | None:
+def _recorded_topology(found: LaunchRecord) -> Topology | None:
     """The topology that the launcher's variables give before the ranks have connected, without the hosts' names."""
-    rank, size, local_rank, local_size = record.rank, record.size, record.local_rank, record.local_size
+    rank, size, local_rank, local_size = found.rank, found.size, found.local_rank, found.local_size
     if rank is None or size is None or local_rank is None or not local_size:
         return None
     # The node numbers are right if all nodes have the same number of ranks; only a warning and a log line use them.

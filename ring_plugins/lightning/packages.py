@@ -212,7 +212,7 @@ def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:
     asks_mpi = mpi_environment.detect
 
     def is_started_by_mpi() -> bool:
-        return detect().kind == "mpi" and asks_mpi()
+        return detect().launcher.uses_mpi and asks_mpi()
 
     mpi_environment.detect = staticmethod(is_started_by_mpi)
 

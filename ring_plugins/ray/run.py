@@ -20,7 +20,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.members.policy import FailurePolicy
-from ring_plugins.core.rendezvous import spawn, tcp
+from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.meeting import RankAssignment, assign_ranks
 from ring_plugins.launcher.outcomes import (
@@ -174,7 +174,7 @@ class _RankActor:
             size: number of ranks that meet in the memory of `share_slots`; 0 if they meet otherwise.
             joins: number under which this process takes the place of a lost rank; 0 if it does not.
         """
-        spawn.started_by = tcp.started_by = "ring_plugins.ray.run"
+        record.caller = "ring_plugins.ray.run"
         os.environ.update(environment)
         if config.LOSSES_TOLERATED.is_set():
             # Ray's own handler would fail the rank; see core/members/preemption_notice.py.

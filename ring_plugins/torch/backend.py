@@ -73,8 +73,8 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
         record = launch.detect()
         # The script started its processes itself and gave torch their ranks. Or torch made this store from the
         # variables by which our ranks would meet, and its rank 0 now listens at the port where ours would.
-        is_job = record.kind == "rendezvous" and (rank, size) == (record.rank, record.size)
-        if is_job or (record.kind == "single" and size > 1):
+        is_job = record.launcher.uses_master and (rank, size) == (record.rank, record.size)
+        if is_job or (record.launcher.is_none and size > 1):
             adopt(PrefixStore("world", store), rank, size)
     own = world.init()
     own.refuse_to_recover(_WHAT)

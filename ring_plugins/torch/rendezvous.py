@@ -137,7 +137,7 @@ def _world_is_the_environment() -> bool:
 
 def _is_half_set() -> bool:
     """Whether a process without a launcher has only some of torch's variables; torch's error names the others."""
-    if world.is_initialized() or launch.detect().kind != "single":
+    if world.is_initialized() or not launch.detect().launcher.is_none:
         return False
     return any(launchers_value(name) for name in VARIABLES)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ring_plugins.torch  # noqa: F401 - registers the rendezvous
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import tcp as rendezvous
+from ring_plugins.core.rendezvous.launchers import NONE
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.torch import rendezvous as torch_rendezvous
 from ring_plugins.torch.rendezvous import VARIABLES, _listen
@@ -164,7 +165,7 @@ def test_missing_environment_variables_are_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LaunchError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        rendezvous.connect(LaunchRecord("rendezvous", "a test"), 0)
+        rendezvous.connect(LaunchRecord(NONE), None, 0)
     script = """
         import os
         import pytest

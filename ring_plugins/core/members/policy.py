@@ -11,9 +11,8 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
 from ring_plugins.core.rendezvous.launcher_shim import restart_under_supervisors
-from ring_plugins.core.rendezvous.slots import own_slot
+from ring_plugins.core.rendezvous.record import Loss
 from ring_plugins.core.rendezvous.spawn import number_of_slots, restart_under_ring_run
-from ring_plugins.core.rendezvous.tcp import is_by_hand
 
 _REMEDY = f"leave out on_failure, and unset {config.ON_FAILURE.name}"
 
@@ -140,44 +139,41 @@ def prepare_to_continue(ranks: int | None, policy: FailurePolicy, generation: in
         ArgumentError: what started this process would end it.
         LaunchError: this script cannot be started again.
     """
-    record = detect()
-    is_under_ring_run = config.LOSSES_TOLERATED.is_set()
-    if record.kind == "single" and (ranks is None or ranks == 1):
+    record, was_told = detect(), config.LOSSES_TOLERATED.is_set()
+    at_loss = record.launcher.at_loss
+    if at_loss is Loss.ALONE and (ranks is None or ranks == 1):
         return
-    if record.kind == "single" and ranks is not None and not is_under_ring_run:
+    if at_loss is Loss.ALONE and ranks is not None and not was_told:
         policy.check_size(ranks)
         # This process would be the parent of the other ranks, which could not outlive it.
         restart_under_ring_run(ranks, policy.min_ranks, policy.on_failure, policy.max_ranks)
-    _check_the_first_start(policy, generation, is_under_ring_run)
-    if record.kind == "rendezvous" and (own_slot() is not None or (is_under_ring_run and config.LAUNCHER.is_set())):
-        _check_how_far_it_grows(policy, config.MAX_RANKS.get(), record.by)
-        return  # the supervisor of this host lets the others go on, and so do Spark and Ray
-    if record.by.startswith("ring_plugins.") and not is_under_ring_run:  # `ring_plugins.run` or a relative of it
+    _check_the_first_start(policy, generation, was_told)
+    if at_loss is Loss.AS_TOLD and was_told:
+        _check_how_far_it_grows(policy, number_of_slots() or config.MAX_RANKS.get(), record.by)
+        return
+    if record.by.startswith("ring_plugins."):  # `ring_plugins.run` or a relative of it
         raise ArgumentError(
             f'init(on_failure="{policy.on_failure}") comes too late in a function that {record.by} calls, which ends '
             f"all ranks when one dies: pass on_failure there instead, {record.by}(..., on_failure="
             f'"{policy.on_failure}"), or {_REMEDY}.'
         )
-    if record.kind in ("mpi", "rendezvous"):
-        if record.size == 1:
-            return
-        if record.size is not None:
-            policy.check_size(record.size)
-        if is_by_hand(record):
-            if policy.replaces:
-                raise ArgumentError(
-                    'on_failure="replace" needs somebody who starts processes in the places of lost ranks: start the '
-                    f"job with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
-                )
-            return
-        restart_under_supervisors(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
-    if record.kind != "spawned" or not is_under_ring_run:
+    if at_loss not in (Loss.STARTS_ANEW, Loss.NOTHING):
         raise ArgumentError(
-            f'on_failure="{policy.on_failure}" does not work under {record.by}, which ends all ranks when one dies. '
-            f"Start the job on one host, with `ring run --on-failure {policy.on_failure} -n 4 python train.py`, with "
-            f"plain python and init(ranks=4), or with mpirun, torchrun or srun; or {_REMEDY}."
+            f'on_failure="{policy.on_failure}" does not work under {record.by}, which may end all ranks when one dies: '
+            f"start the job with mpirun, torchrun or srun, with `ring run --on-failure {policy.on_failure} -n 4 python "
+            f"train.py`, or on one host with plain python and init(ranks=4); or {_REMEDY}."
         )
-    _check_how_far_it_grows(policy, number_of_slots(), record.by)
+    if record.size == 1:
+        return
+    if record.size is not None:
+        policy.check_size(record.size)
+    if at_loss is Loss.STARTS_ANEW:
+        restart_under_supervisors(record, policy.min_ranks, policy.on_failure, policy.max_ranks, _REMEDY)
+    if policy.replaces:
+        raise ArgumentError(
+            'on_failure="replace" needs somebody who starts processes in the places of lost ranks: start the '
+            f"job with `ring run`, mpirun, torchrun or srun, or {_REMEDY}."
+        )
 
 
 def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring_run: bool) -> None:

@@ -66,7 +66,7 @@ def check_directory(ranks: int | None) -> None:
         ArgumentError: the directory cannot be made or written to.
     """
     name, record = config.TIMELINE.get(), detect()
-    if not name or record.rank or (record.kind == "single" and (ranks or 1) == 1):
+    if not name or record.rank or (record.launcher.is_none and (ranks or 1) == 1):
         return
     try:
         Path(name).mkdir(parents=True, exist_ok=True)

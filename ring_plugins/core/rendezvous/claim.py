@@ -20,21 +20,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import parent
 
 _NAME = "ring_plugins/rank"
-#: The variables by which launchers tell processes their ranks, and which job they belong to.
-_VARIABLES = (
-    config.LAUNCHER.name, config.SPAWNED.name, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMIX_NAMESPACE",
-    "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID",
-)  # fmt: skip
 _GUARD = """Start the training under a guard, which only the ranks pass:
 
     if __name__ == "__main__":
@@ -63,13 +56,17 @@ class RankMarker:
             self._file = -1
 
 
-def check_ancestors() -> None:
+def check_ancestors(names: Sequence[str]) -> None:
     """Refuse to join a job in a process of multiprocessing in the place of the rank that it descends from.
+
+    Args:
+        names: of variables by which launchers tell processes their ranks, and which job they belong to.
 
     Raises:
         LaunchError: an ancestor is a rank, and this process has no launch variables of its own.
     """
-    if not is_multiprocessing_child() or _launch_variables(os.environ) != _launch_variables(_environment_at_start()):
+    at_start = _environment_at_start() if is_multiprocessing_child() else {}
+    if not at_start or any((os.environ.get(name) or "") != at_start.get(name, "") for name in names):
         return
     for pid, rank in _ranks_above():
         raise LaunchError(
@@ -98,10 +95,6 @@ def is_multiprocessing_child() -> bool:
         return True
     # joblib's processes have no `parent_process`, but they too run the parent's script again under this name.
     return getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__"
-
-
-def _launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in _VARIABLES if environment.get(name)}
 
 
 def _environment_at_start() -> dict[str, str]:

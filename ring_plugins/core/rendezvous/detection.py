@@ -1,9 +1,5 @@
 """Which launcher started this process, and how to meet the other ranks under it.
 
-Every launcher leaves variables in the environment. Several may have left theirs, since launchers start each other:
-mpirun inside a SLURM allocation, torchrun agents started by mpirun. The innermost one counts, so the detectors run
-in that order, and each returns None if another launcher's variables show that it is not the innermost.
-
 A process that finds itself alone although its environment speaks of other ranks is rejected: each such process would
 train a model of its own, and all would seem to succeed. So is a child of a rank, whose inherited variables claim that
 it is the rank itself.
@@ -14,25 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.rendezvous import exported, mpi, slurm, spawn, tcp
-from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
+from ring_plugins.core.rendezvous import exported, launchers, tcp
+from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Rendezvous
 from ring_plugins.core.rendezvous.slots import own_slot
-
-_DETECTORS: dict[str, Callable[[], LaunchRecord | None]] = {
-    "spawned": spawn.detect,
-    "mpi": mpi.detect,
-    "rendezvous": tcp.detect,
-    "slurm": slurm.detect,
-    "single": lambda: LaunchRecord("single", "nothing", 0, 1, 0, 1),
-}
-#: The variables that tell a rank from all others, of MPI and of all launchers.
-_MPI = mpi.IDENTITY
-_LAUNCHERS = (*tcp.VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", *_MPI, *slurm.IDENTITY)
 
 
 def detect() -> LaunchRecord:
@@ -45,18 +29,20 @@ def detect() -> LaunchRecord:
         LaunchError: the environment contradicts itself.
     """
     forced = config.LAUNCHER.get()
-    if forced:
-        record = _DETECTORS[forced]()
-        if record is None:
-            missing = _missing(tcp.VARIABLES) if forced == "rendezvous" else []
-            named = f": {', '.join(missing)}" if missing else ""
-            raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing{named}.")
-        return record
-    record = next(record for detector in _DETECTORS.values() if (record := detector()) is not None)
-    if record.kind == "mpi" and _is_inherited(_MPI) and not _is_inherited(_LAUNCHERS):
+    record = _find(forced)
+    if record is None:
+        missing = [name for name in tcp.VARIABLES if not os.environ.get(name)] if forced == "rendezvous" else []
+        named = f": {', '.join(missing)}" if missing else ""
+        raise LaunchError(f"RING_LAUNCHER={forced}, but the variables that {forced} sets are missing{named}.")
+    if not forced and record.launcher.uses_mpi and _is_inherited(of_mpi=True) and not _is_inherited():
         # a child of an MPI rank, which cannot join MPI in its place, but was given a rank of another job
-        return tcp.detect() or record
+        return _find("rendezvous") or record
     return record
+
+
+def _find(kind: str) -> LaunchRecord | None:
+    tried = (launcher for launcher in launchers.LAUNCHERS if kind in ("", launcher.kind))
+    return next((record for launcher in tried if (record := launcher.find(launcher)) is not None), None)
 
 
 def connect(ranks: int | None, generation: int) -> Rendezvous:
@@ -67,29 +53,24 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
         generation: how often this process has connected before.
     """
     record = detect()
-    if record.kind != "rendezvous" or record.variables:
+    launcher = record.launcher
+    if not launcher.uses_master or record.variables:
         exported.withdraw()  # by a rank from which this process descends
-    if not config.LAUNCHER.is_set():
-        _check_that_nobody_is_missing(record, ranks)
+    if launcher.is_none and not config.LAUNCHER.is_set():
+        _check_that_nobody_is_missing(ranks)
     _check_that_this_is_the_rank(record)
     slot = own_slot()
     if slot is not None and not config.JOINS.is_set():
         slot.start()
-    if record.kind == "spawned" or (record.kind == "single" and max(ranks or 1, spawn.spawned_size()) > 1):
-        found = spawn.connect(record, ranks or spawn.spawned_size())
-    elif record.kind == "mpi":
-        found = mpi.connect(record)
-    elif slot is not None and config.JOINS.is_set():
+    if slot is not None and config.JOINS.is_set() and launcher.uses_master:
         found = tcp.wait_outside(record, slot.read_join_info(), config.JOINS.get())
-    elif record.kind == "rendezvous":
-        found = tcp.connect(record, generation)
     else:
-        found = Rendezvous(0, 1, lambda payload: [payload], None)
+        found = launcher.connect(record, ranks, generation)
     if slot is not None:
         found = replace(found, slot=slot)
     if ranks is not None and ranks != found.size and found.rank == 0 and not config.JOINS.is_set():
         by, remedy = record.by, "The launcher's own option decides."
-        if record.kind == "single":
+        if launcher.is_none:
             by, remedy = "this script's first init()", "They stay for the whole script, so pass the number there."
         warnings.warn(
             f"init(ranks={ranks}) was requested, but {by} started {found.size} "
@@ -97,51 +78,33 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
             stacklevel=3,
         )
     if found.size > 1:
-        os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity(_LAUNCHERS)} {_identity(_MPI)}"
+        os.environ[config.MEMBER.name] = f"{os.getpid()} {found.rank} {_identity()} {_identity(of_mpi=True)}"
     return found
 
 
-def leave(kind: str) -> None:
-    """Let a child of this process join in its place; called when this rank has left the job.
+def launcher_of(size: int) -> Launcher:
+    """What has started the ranks of this process's job, which has so many: this script, if it was started alone."""
+    launcher = detect().launcher
+    if size == 1:
+        return launchers.NONE
+    return replace(launchers.SPAWNED, name="this script") if launcher.is_none else launcher
 
-    Args:
-        kind: of launcher. MPI does not let a process join again, and would wait for ever.
-    """
-    if kind != "mpi":
+
+def leave(launcher: Launcher) -> None:
+    """Let a child of this process join in its place, if the launcher allows that; called when it has left the job."""
+    if not launcher.uses_mpi:
         os.environ.pop(config.MEMBER.name, None)
 
 
-def _check_that_nobody_is_missing(record: LaunchRecord, ranks: int | None) -> None:
+def _check_that_nobody_is_missing(ranks: int | None) -> None:
     """Reject a process that no launcher seems to have started, but whose environment speaks of others.
 
     Raises:
         LaunchError: the text says what is missing.
     """
-    if record.kind != "single":
-        return
-    alone = "; RING_LAUNCHER=single makes it a job of its own"
-    present = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    is_one_of_several = (integer("WORLD_SIZE") or 1) > 1 or (integer("RANK") or 0) > 0
-    if is_one_of_several or (present and integer("WORLD_SIZE") is None):
-        missing = _missing(tcp.VARIABLES)
-        raise LaunchError(
-            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set, but {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not, so this process cannot find the other ranks. Set "
-            f"{', '.join(tcp.VARIABLES)} on every rank (MASTER_ADDR is the host of rank 0, MASTER_PORT a free port "
-            "there, both equal on all ranks), or start with torchrun, `ring run` or mpirun. If it was not meant to be "
-            f"one of several, unset {' and '.join(text.partition('=')[0] for text in present)}{alone}."
-        )
-    tasks = integer("SLURM_NTASKS") or 1
-    if ranks is None and tasks > 1 and os.environ.get("SLURM_JOB_ID") and (integer("SLURM_STEP_NUM_TASKS") or 1) == 1:
-        raise LaunchError(
-            f"SLURM allocated {tasks} tasks (SLURM_NTASKS), but this process is none of them, since srun did not start "
-            "it: it would be a job of one rank. Start it with `srun python ...`, with `ring run` or with mpirun; "
-            f"init(ranks=...) starts ranks on this host alone{alone}."
-        )
-
-
-def _missing(names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if not os.environ.get(name)]
+    for launcher in launchers.LAUNCHERS:
+        if problem := launcher.half_started(ranks):
+            raise LaunchError(f"{problem}; RING_LAUNCHER=single makes it a job of its own.")
 
 
 def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
@@ -150,7 +113,8 @@ def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
     Raises:
         LaunchError: a process with these variables has joined a job, and this process descends from it.
     """
-    if record.kind in ("mpi", "rendezvous") and _is_inherited(_MPI if record.kind == "mpi" else _LAUNCHERS):
+    launcher = record.launcher
+    if (launcher.uses_mpi or launcher.uses_master) and not launcher.is_none and _is_inherited(launcher.uses_mpi):
         pid, rank, *_ = config.MEMBER.get().split()
         raise LaunchError(
             f"this process inherited the variables of {record.by} from rank {rank} (process {pid}), but is not that "
@@ -160,13 +124,13 @@ def _check_that_this_is_the_rank(record: LaunchRecord) -> None:
         )
 
 
-def _is_inherited(names: tuple[str, ...]) -> bool:
+def _is_inherited(of_mpi: bool = False) -> bool:
     """Whether a process from which this one descends has joined a job with the same values of these variables."""
-    pid, *_, everything, of_mpi = config.MEMBER.get().split() or ("", "", "")
-    return pid not in ("", str(os.getpid())) and _identity(names) == (of_mpi if names is _MPI else everything)
+    pid, *_, everything, mpis = config.MEMBER.get().split() or ("", "", "")
+    return pid not in ("", str(os.getpid())) and _identity(of_mpi) == (mpis if of_mpi else everything)
 
 
-def _identity(names: tuple[str, ...]) -> str:
+def _identity(of_mpi: bool = False) -> str:
     """Of the place that a launcher gave to this process: another launch, or another rank, has another one."""
-    text = "\n".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    text = "\n".join(f"{name}={os.environ.get(name, '')}" for name in launchers.identity(of_mpi))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]

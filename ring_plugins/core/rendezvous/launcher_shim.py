@@ -43,29 +43,11 @@ from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import shared_memory_domain
 from ring_plugins.core.net.mpi import world_size_if_initialized
-from ring_plugins.core.rendezvous import mpi, spawn, tcp
+from ring_plugins.core.rendezvous import spawn, tcp
 from ring_plugins.core.rendezvous.claim import check_is_original_script
+from ring_plugins.core.rendezvous.launchers import without_launchers
 from ring_plugins.core.rendezvous.record import LaunchRecord
 
-#: Variables by which launchers tell their processes who they are. The ranks are others.
-_PREFIXES = (
-    "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "MPIR_", "MV2_COMM_WORLD_", "HYDI_", "HYDRA_", "I_MPI_",
-    "TORCHELASTIC_", "SLURM_",
-)  # fmt: skip
-_NAMES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", config.LAUNCHER.name,
-)  # fmt: skip
-#: Those that tell of the whole job, or are the user's own.
-_KEPT = (
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_ARRAY_",
-    "SLURM_SUBMIT_",
-    "SLURM_RESTART_COUNT",
-    "OMPI_ALLOW_",
-    "PRTE_ALLOW_",
-)
 #: What a shim runs: it waits for the end of a process, also of one whose parent has not asked how it ended. A process
 #: of another time that has the same number started at another one.
 _SHIM = """
@@ -104,17 +86,18 @@ def restart_under_supervisors(
     everyone = _meet(record, [command, min_ranks, on_failure, max_ranks, spawn.START_DIRECTORY], reserved)
     hosts = ranks_of_hosts(everyone)
     own = next(ranks for ranks in hosts if record.rank in ranks)
-    environment = environment_of_ranks(os.environ)
+    environment = without_launchers(os.environ)
     if len(hosts) == 1:
         supervisor = spawn.ring_run(len(everyone), min_ranks, on_failure, max_ranks)
     else:
         _check_for_several_hosts(record.by, max_ranks)
         if reserved is not None:
             os.set_inheritable(reserved.fileno(), True)
-            if record.kind != "mpi":
+            if not record.launcher.uses_mpi:
                 tcp.note_missing_secret()
         supervisor = own_python("from ring_plugins.launcher import job; sys.exit(job.run_under_launcher())")
         policy = {config.ON_FAILURE.name: on_failure, config.MIN_RANKS.name: str(min_ranks)}
+        policy[config.LOSSES_TOLERATED.name] = "1"
         environment |= {config.HOST_JOB.name: json.dumps(_place(everyone, hosts, own, command, policy))}
     if record.rank == 0:
         logger.info(f"the ranks start anew under `ring run`, since {record.by} would end all of them with the first")
@@ -137,11 +120,6 @@ def _command(record: LaunchRecord, on_failure: str, remedy: str) -> list[str]:
         ArgumentError: it cannot, or this launcher's processes could not become shims.
     """
     rejected = f'on_failure="{on_failure}" does not work under {record.by} if'
-    if record.kind != "mpi" and record.by != "srun" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise ArgumentError(
-            f'on_failure="{on_failure}" does not work under {record.by}: start the job with mpirun, torchrun or srun, '
-            f"or with `ring run --on-failure {on_failure} -n 4 python train.py`; or {remedy}."
-        )
     if config.VIRTUAL_NODES.get():
         raise ArgumentError(f"{rejected} its host is to act as several: unset {config.VIRTUAL_NODES.name}.")
     if world_size_if_initialized():
@@ -182,7 +160,9 @@ def _meet(record: LaunchRecord, work: Sequence[Any], reserved: socket.socket | N
     }
     if reserved is not None:
         own |= {"addresses": own_addresses(), "port": reserved.getsockname()[1], "key": secrets.token_hex(32)}
-    everyone: list[dict[str, Any]] = (mpi if record.kind == "mpi" else tcp).exchange(record, own)
+    exchange = record.launcher.exchange
+    assert exchange is not None
+    everyone: list[dict[str, Any]] = exchange(record, own)
     if different := [rank for rank, one in enumerate(everyone) if one["work"] != everyone[0]["work"]]:
         raise ArgumentError(
             f"{name_ranks(different)} {'has' if len(different) == 1 else 'have'} another command, directory or "
@@ -237,12 +217,3 @@ def _place(
         "replaces": policy[config.ON_FAILURE.name] == "replace",
     }
     return {"job": job, "hosts": [(everyone[ranks[0]]["host"], ranks) for ranks in hosts]}
-
-
-def environment_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables by which a launcher tells its processes who they are."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_KEPT) or not (name.startswith(_PREFIXES) or name in _NAMES)
-    }

@@ -19,37 +19,25 @@ from ring_plugins.core.net.tcp import open_transport
 from ring_plugins.core.net.transport import Transport
 from ring_plugins.core.net.transport_choice import choose_transport
 from ring_plugins.core.rendezvous.mpi_arrivals import ShownArrivals
-from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, differences, integer, own_versions
-
-#: (rank, size, local rank, local size), launcher. The first whose rank is set counts.
-_VARIABLES = [
-    (tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "Open MPI"),
-    (tuple(f"MV2_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "MVAPICH"),
-    (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "MPICH or Intel MPI"),
-    (("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", ""), "PMIx"),
-]  # fmt: skip
+from ring_plugins.core.rendezvous.record import (
+    Launcher,
+    LaunchRecord,
+    Rendezvous,
+    differences,
+    integer,
+    own_versions,
+)
 
 #: Seconds for a process manager to answer.
 _ANSWERS = 2.0
-#: What tells a rank from all others of all launches on a host.
-IDENTITY = (*(names[0] for names, _ in _VARIABLES), "PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "PMI_ID", "HYDI_CONTROL_FD")
 
 
-def detect() -> LaunchRecord | None:
-    """The record of a process that an MPI launcher started, or whose script has initialized MPI itself; else None."""
-    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun agents may themselves be started by mpirun, one per host
-        return None
-    for (rank, size, local_rank, local_size), by in _VARIABLES:
-        if integer(rank) is not None:
-            return LaunchRecord(
-                "mpi", f"mpirun ({by})", integer(rank), integer(size), integer(local_rank), integer(local_size)
-            )
-    if mpi.world_size_if_initialized() > 1:
-        return LaunchRecord("mpi", "MPI")
-    return None
+def find_initialized(launcher: Launcher) -> LaunchRecord | None:
+    """The record of a process whose script has initialized MPI itself, among others; else None."""
+    return LaunchRecord(launcher) if mpi.world_size_if_initialized() > 1 else None
 
 
-def connect(record: LaunchRecord) -> Rendezvous:
+def connect(record: LaunchRecord, _ranks: int | None, _generation: int) -> Rendezvous:
     """Meet the other ranks.
 
     Raises:

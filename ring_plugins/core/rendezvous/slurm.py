@@ -6,13 +6,10 @@ import os
 import re
 
 from ring_plugins.core.rendezvous.exported import launchers_value
-from ring_plugins.core.rendezvous.record import LaunchRecord, integer
-
-#: What tells a task from all others.
-IDENTITY = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, integer
 
 
-def detect() -> LaunchRecord | None:
+def find(launcher: Launcher) -> LaunchRecord | None:
     """The record of a task of a step that srun started; else None."""
     # A shell inside `salloc` or `sbatch` has SLURM_NTASKS too, but is not a step's task.
     if integer("SLURM_PROCID") is None or not os.environ.get("SLURM_STEP_ID"):
@@ -20,8 +17,6 @@ def detect() -> LaunchRecord | None:
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     rank, size = integer("SLURM_PROCID"), integer("SLURM_STEP_NUM_TASKS") or integer("SLURM_NTASKS") or 1
-    if size == 1:
-        return LaunchRecord("single", "srun", 0, 1, 0, 1)
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     local_size = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     variables = {
@@ -32,14 +27,20 @@ def detect() -> LaunchRecord | None:
         "MASTER_PORT": launchers_value("MASTER_PORT")
         or str(port(integer("SLURM_JOB_ID") or 0, integer("SLURM_STEP_ID") or 0)),
     }
-    return LaunchRecord(
-        "rendezvous",
-        "srun",
-        rank,
-        size,
-        integer("SLURM_LOCALID"),
-        int(local_size.group()) if local_size else None,
-        variables,
+    on_host = int(local_size.group()) if local_size else None
+    return LaunchRecord(launcher, rank, size, integer("SLURM_LOCALID"), on_host, variables)
+
+
+def half_started(ranks: int | None) -> str:
+    """What is wrong with a process of an allocation of several tasks that srun did not start; "" if it is none."""
+    tasks = integer("SLURM_NTASKS") or 1
+    is_in_job, is_step = bool(os.environ.get("SLURM_JOB_ID")), (integer("SLURM_STEP_NUM_TASKS") or 1) > 1
+    if ranks is not None or tasks == 1 or not is_in_job or is_step:
+        return ""
+    return (
+        f"SLURM allocated {tasks} tasks (SLURM_NTASKS), but this process is none of them, since srun did not start "
+        "it: it would be a job of one rank. Start it with `srun python ...`, with `ring run` or with mpirun; "
+        "init(ranks=...) starts ranks on this host alone"
     )
 
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -35,8 +36,9 @@ from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kills, state
 from ring_plugins.core.linux.shared_memory import Segment, publish
+from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.claim import check_is_original_script
-from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous
+from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Rendezvous
 from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
 
 #: Bytes of a cell: two int64 words (round, length) and a payload.
@@ -53,10 +55,6 @@ _STANDBY, _LOOK = -1, 0.01
 _MEMORY_KILLS = memory_kills()
 #: Where the script was started, which may have changed directory since.
 START_DIRECTORY = os.getcwd()
-
-#: What started this process as rank 0, for messages. A process that `ring_plugins.run` started changes it.
-_RING_RUN = "ring run"
-started_by = _RING_RUN
 
 
 class _Spawned(NamedTuple):
@@ -196,7 +194,7 @@ class SharedMemoryRendezvous:
 _rendezvous: SharedMemoryRendezvous | None = None
 
 
-def detect() -> LaunchRecord | None:
+def find(launcher: Launcher) -> LaunchRecord | None:
     """The record of a process that a script spawned, or `ring run` where it starts ranks itself; else None."""
     text = config.SPAWNED.get()
     if not text:
@@ -206,24 +204,21 @@ def detect() -> LaunchRecord | None:
     except (ValueError, TypeError):
         raise LaunchError(f"{config.SPAWNED.name}={text!r} was not set by ring_plugins; unset it.") from None
     if rank == _STANDBY:
-        return LaunchRecord("spawned", started_by, None, size, None, size)
+        return LaunchRecord(launcher, None, size, None, size)
     # A script that starts itself is its own rank 0. The other ranks cannot tell `ring run` from one.
-    by = "a script that started itself" if rank and started_by == _RING_RUN else started_by
-    return LaunchRecord("spawned", by, rank, size, rank, size)
+    name = record.caller or ("a script that started itself" if rank else launcher.name)
+    return LaunchRecord(replace(launcher, name=name), rank, size, rank, size)
 
 
-def connect(record: LaunchRecord, ranks: int) -> Rendezvous:
+def connect(found: LaunchRecord, ranks: int | None, _generation: int) -> Rendezvous:
     """Spawn the other ranks of a job of `ranks` processes (parent), or join the job that spawned this one (child)."""
     global _rendezvous
     if _rendezvous is None:
-        _rendezvous = _join() if record.kind == "spawned" else _spawn(ranks)
-    found = _rendezvous
-    return Rendezvous(found.rank, found.size, found.gather, None, slot=found.own_slot)
-
-
-def spawned_size() -> int:
-    """Size of the job that this process spawned or joined, 0 if there is none."""
-    return _rendezvous.size if _rendezvous is not None else 0
+        if found.launcher.is_none and (ranks or 1) == 1:
+            return Rendezvous(0, 1, lambda payload: [payload], None)
+        _rendezvous = _spawn(ranks or 1) if found.launcher.is_none else _join()
+    own = _rendezvous
+    return Rendezvous(own.rank, own.size, own.gather, None, slot=own.own_slot)
 
 
 def slots() -> Slots | None:

@@ -29,14 +29,11 @@ from ring_plugins.core.net.network_choice import choose, measure, own_interfaces
 from ring_plugins.core.net.tcp import TcpTransport, open_transport
 from ring_plugins.core.rendezvous import bootstrap
 from ring_plugins.core.rendezvous.exported import launchers_value
-from ring_plugins.core.rendezvous.record import LaunchRecord, Rendezvous, integer
+from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Rendezvous, integer, read
 
 #: Seconds to wait for a previous user of MASTER_PORT, such as a store of torch's that is being closed, to release it.
 _PORT_RELEASE = 5.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: What set them if torchrun did not, for messages. Where a plugin sets them, it names the framework.
-BY_HAND = "the variables RANK and MASTER_ADDR"
-started_by = BY_HAND
 
 
 class Store(Protocol):
@@ -77,19 +74,27 @@ def register_store_loader(load: Callable[[], StoreProvider]) -> None:
     _load_provider = load
 
 
-def detect() -> LaunchRecord | None:
+def find(launcher: Launcher) -> LaunchRecord | None:
     """The record that torchrun's variables give; None if one of them is missing."""
     if _missing_variables():
         return None
-    by = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "ring run" if config.SLOT.is_set() else started_by
-    return LaunchRecord(
-        "rendezvous", by, integer("RANK"), integer("WORLD_SIZE"), integer("LOCAL_RANK"), integer("LOCAL_WORLD_SIZE")
+    return read(launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def half_started(_ranks: int | None) -> str:
+    """What is wrong with a process whose variables speak of others, but not of where they are; "" if they do not."""
+    present = [f"{name}={os.environ[name]}" for name in VARIABLES[:2] if os.environ.get(name)]
+    is_one_of_several = (integer("WORLD_SIZE") or 1) > 1 or (integer("RANK") or 0) > 0
+    if not is_one_of_several and (not present or integer("WORLD_SIZE") is not None):
+        return ""
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    return (
+        f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set, but {' and '.join(missing)} "
+        f"{'are' if len(missing) > 1 else 'is'} not, so this process cannot find the other ranks. Set "
+        f"{', '.join(VARIABLES)} on every rank (MASTER_ADDR is the host of rank 0, MASTER_PORT a free port "
+        "there, both equal on all ranks), or start with torchrun, `ring run` or mpirun. If it was not meant to be "
+        f"one of several, unset {' and '.join(text.partition('=')[0] for text in present)}"
     )
-
-
-def is_by_hand(record: LaunchRecord) -> bool:
-    """Whether somebody has set the variables who started each process by itself, rather than a launcher of a job."""
-    return record.kind == "rendezvous" and record.by == BY_HAND and not config.LAUNCHER.is_set()
 
 
 def _missing_variables() -> list[str]:
@@ -98,11 +103,11 @@ def _missing_variables() -> list[str]:
     return [name for name in (VARIABLES[:2] if has_own_store else VARIABLES) if not launchers_value(name)]
 
 
-def connect(record: LaunchRecord, generation: int) -> Rendezvous:
+def connect(record: LaunchRecord, _ranks: int | None, generation: int) -> Rendezvous:
     """Meet the other ranks, and open sockets between them.
 
     Args:
-        record: from `detect`.
+        record: of this process.
         generation: how often this process has connected before.
 
     Raises:
@@ -137,7 +142,7 @@ def wait_outside(record: LaunchRecord, join_info: Mapping[str, Any], world_rank:
     """Meet nobody yet, but listen: this process is to take the place of a lost rank, and members will connect to it.
 
     Args:
-        record: from `detect`.
+        record: of this process.
         join_info: of this host (core/rendezvous/slots.py).
         world_rank: of this process.
     """
@@ -181,9 +186,8 @@ def _end_process(code: int) -> None:
 
 def _inside_host(record: LaunchRecord) -> str:
     """The address at which ranks meet that are all on one host, "" if they may be on several."""
-    # torchrun and srun count the ranks of a host; other launchers' LOCAL_WORLD_SIZE may be anything.
-    counts = "TORCHELASTIC_RUN_ID" in os.environ or record.by == "srun"
-    return "127.0.0.1" if counts and record.local_size == integer("WORLD_SIZE") else ""
+    is_known = record.launcher.counts_ranks_of_host
+    return "127.0.0.1" if is_known and record.local_size == integer("WORLD_SIZE") else ""
 
 
 def _meet(rank: int, size: int, listen_at: str, generation: int) -> bootstrap.Bootstrap:

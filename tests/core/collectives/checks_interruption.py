@@ -257,6 +257,6 @@ def the_job_goes_on_after_shutdown_and_init() -> None:
     assert ring.all_reduce(np.ones(3), ring.SUM).tolist() == [3.0] * 3
 
 
-if current().launcher != "spawned":  # whose ranks cannot meet again
+if str(current().launcher) != "spawned":  # whose ranks cannot meet again
     check(the_job_goes_on_after_shutdown_and_init)
 run(CHECKS)

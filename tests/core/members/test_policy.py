@@ -97,7 +97,9 @@ def test_a_job_has_no_fewer_ranks_than_min_ranks_and_no_more_than_max_ranks(monk
 def test_a_job_with_a_supervisor_on_each_host_grows_as_far_as_ring_run_was_told(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(policy, "own_slot", object)
+    monkeypatch.setenv("RING_SLOT", "of this process")
+    monkeypatch.setenv("RING_LOSSES_TOLERATED", "1")
+    monkeypatch.setenv("RING_ON_FAILURE", "replace")
     prepare_to_continue(None, FailurePolicy(True, 1, True), 0)
     with pytest.raises(ArgumentError, match=r"max_ranks=4, but .* was not told that the job may grow: start the job"):
         prepare_to_continue(None, FailurePolicy(True, 1, True, 4), 0)
@@ -108,9 +110,11 @@ def test_a_job_with_a_supervisor_on_each_host_grows_as_far_as_ring_run_was_told(
 def test_a_launchers_processes_start_anew_under_supervisors(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RING_LAUNCHER", "rendezvous")
-    with pytest.raises(ArgumentError, match="work under the variables RANK and MASTER_ADDR: start the job with mpirun"):
-        prepare_to_continue(None, CONTINUE, 0)
+    with monkeypatch.context() as chosen:
+        chosen.setenv("RING_LAUNCHER", "rendezvous")
+        with pytest.raises(ArgumentError, match="under the variables RANK and MASTER_ADDR, which.* with mpirun"):
+            prepare_to_continue(None, CONTINUE, 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     held = []
     monkeypatch.setattr(policy, "restart_under_supervisors", lambda *arguments: held.append(arguments) or sys.exit())
     with pytest.raises(ArgumentError, match="min_ranks=5 is more than the 2 ranks"):

@@ -8,12 +8,15 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import claim
 from ring_plugins.core.rendezvous.claim import RankMarker, check_ancestors
+from ring_plugins.core.rendezvous.launchers import identity
+
+NAMES = identity()
 
 
 @pytest.fixture
 def held(monkeypatch):
     """This process is rank 3 of a job that mpirun started."""
-    for name in claim._VARIABLES:
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     held = RankMarker(3)
@@ -24,7 +27,7 @@ def held(monkeypatch):
 def _check_as_a_new_rank(changes, answers):
     os.environ.update(changes)
     try:
-        check_ancestors()
+        check_ancestors(NAMES)
         answers.send("joins")
     except LaunchError as error:
         answers.send(str(error))
@@ -48,9 +51,9 @@ def test_after_the_job_the_ranks_processes_are_free(held, monkeypatch):
     monkeypatch.setattr(claim, "is_multiprocessing_child", lambda: True)
     monkeypatch.setattr(os, "getppid", os.getpid)
     with pytest.raises(LaunchError, match="child of rank 3"):
-        check_ancestors()
+        check_ancestors(NAMES)
     held.release()
-    check_ancestors()
+    check_ancestors(NAMES)
 
 
 def test_only_the_original_script_spawns_ranks(monkeypatch):

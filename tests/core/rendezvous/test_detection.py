@@ -1,10 +1,11 @@
 import os
+from dataclasses import replace
 
 import pytest
 
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core.base.errors import LaunchError, RingError
-from ring_plugins.core.rendezvous import detection
+from ring_plugins.core.rendezvous import detection, launchers
 from ring_plugins.core.rendezvous.record import Rendezvous
 from tests.launchers import FOREIGN_NAMES, FOREIGN_PREFIXES
 
@@ -26,6 +27,12 @@ def _single(monkeypatch):
             monkeypatch.delenv(name)
 
 
+def connect_by(monkeypatch, rendezvous):
+    """Let ranks of each launcher have what `rendezvous` returns for it."""
+    table = [replace(one, connect=lambda record, *_: rendezvous(record.launcher)) for one in launchers.LAUNCHERS]
+    monkeypatch.setattr(launchers, "LAUNCHERS", table)
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -33,7 +40,7 @@ def _single(monkeypatch):
         (OPEN_MPI, ("mpi", 1, 4, 1)),
         (MPICH, ("mpi", 1, 4, 0)),
         (RENDEZVOUS, ("rendezvous", 3, 8, 1)),
-        (SLURM, ("rendezvous", 5, 8, 1)),
+        (SLURM, ("slurm", 5, 8, 1)),
         ({"RING_SPAWNED": "3:1:2:99:2"}, ("spawned", 1, 2, 1)),
         # mpirun inside a SLURM allocation: the inner launcher counts.
         ({**SLURM, **OPEN_MPI}, ("mpi", 1, 4, 1)),
@@ -52,7 +59,7 @@ def test_the_launcher_is_detected(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     record = launch.detect()
-    assert (record.kind, record.rank, record.size, record.local_rank) == expected
+    assert (str(record.launcher), record.rank, record.size, record.local_rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,8 +139,7 @@ def test_a_child_of_a_rank_is_not_the_rank(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     joined = Rendezvous(3, 8, lambda payload: [payload] * 8, None)
-    monkeypatch.setattr(detection.mpi, "connect", lambda record: joined)
-    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: joined)
+    connect_by(monkeypatch, lambda launcher: joined)
     monkeypatch.setenv("RING_MEMBER", "")  # so that it is removed at the end
     launch.connect(None, 0)
     launch.connect(None, 1)  # after `shutdown`, or after exec
@@ -145,8 +151,8 @@ def test_a_child_of_a_rank_is_not_the_rank(environment, monkeypatch):
         launch.connect(None, 0)
     with monkeypatch.context() as without:
         without.setenv("RING_MEMBER", os.environ["RING_MEMBER"])  # so that it comes back
-        detection.leave(launch.detect().kind)  # the next stage of a script may be a child, except under MPI
-        if launch.detect().kind == "mpi":
+        detection.leave(launch.detect().launcher)  # the next stage of a script may be a child, except under MPI
+        if launch.detect().launcher.uses_mpi:
             assert os.environ["RING_MEMBER"]
         else:
             assert launch.connect(None, 0) is joined
@@ -160,7 +166,7 @@ def test_another_number_of_ranks_than_asked_for_is_said_at_the_caller_of_init(mo
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RING_MEMBER", "")
     alone = Rendezvous(0, 1, lambda payload: [payload], None)
-    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: alone)
+    connect_by(monkeypatch, lambda launcher: alone)
 
     def init():
         launch.connect(2, 0)
@@ -175,8 +181,7 @@ def test_a_child_of_an_mpi_rank_joins_the_job_whose_rank_it_was_given(monkeypatc
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
     joined, own = (Rendezvous(rank, 8, lambda payload: [payload] * 8, None) for rank in (3, 1))
-    monkeypatch.setattr(detection.mpi, "connect", lambda record: joined)
-    monkeypatch.setattr(detection.tcp, "connect", lambda record, generation: own)
+    connect_by(monkeypatch, lambda launcher: joined if launcher.uses_mpi else own)
     monkeypatch.setenv("RING_MEMBER", "")
     assert launch.connect(None, 0) is joined
     monkeypatch.setattr(detection.os, "getpid", lambda: -1)

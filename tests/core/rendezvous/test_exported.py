@@ -64,7 +64,7 @@ def test_exported_variables_are_no_launchers():
     config = json.loads(os.environ["TF_CONFIG"])
     assert {name: os.environ[name] for name in PLACE} == PLACE
     assert (config["cluster"]["worker"], config["task"]["index"]) == (["127.0.0.1:4711", "127.0.0.1:4712"], 1)
-    assert launch.detect().kind == "single"
+    assert launch.detect().launcher.is_none
     exported.withdraw()
     assert not set(os.environ) & {*exported.NAMES, "RING_EXPORTED"}
 
@@ -73,20 +73,20 @@ def test_exported_variables_are_no_launchers():
 def test_a_child_that_lacks_some_of_them_is_not_the_rank(name):
     exported.export([1, 2, 1, 2], PORTS)
     del os.environ[name]
-    assert launch.detect().kind == "single"
+    assert launch.detect().launcher.is_none
 
 
 @pytest.mark.parametrize("name", ["TF_CONFIG", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_child_with_other_values_of_those_by_which_no_ranks_meet_is_not_the_rank(name):
     exported.export([1, 2, 1, 2], PORTS)
     os.environ[name] = "0"
-    assert launch.detect().kind == "single"
+    assert launch.detect().launcher.is_none
 
 
 def test_a_launcher_that_a_rank_starts_is_seen():
     exported.export([1, 2, 1, 2], PORTS)
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT="4713")  # the same rank of another job
-    assert (launch.detect().kind, launch.detect().rank, launch.detect().size) == ("rendezvous", 1, 2)
+    assert (str(launch.detect().launcher), launch.detect().rank, launch.detect().size) == ("rendezvous", 1, 2)
     exported.export([1, 2, 1, 2], [("127.0.0.1", 4714)] * 2)
     assert (os.environ["MASTER_PORT"], "4711" in os.environ["TF_CONFIG"]) == ("4713", False)
 

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.rendezvous import launcher_shim, spawn
+from ring_plugins.core.rendezvous import launcher_shim, launchers, spawn
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.launcher.coordinator_link import HostJob
 from tests.hosts.cluster import find_mpich
@@ -188,16 +189,13 @@ def rejected(record, match, on_failure="continue"):
         launcher_shim.restart_under_supervisors(record, 1, on_failure, 0, "leave it out")
 
 
-MPIRUN = LaunchRecord("mpi", "mpirun (Open MPI)", 1, 4, 1, 4)
+OPEN_MPI = next(one for one in launchers.LAUNCHERS if "Open MPI" in one.name)
+MPIRUN = LaunchRecord(OPEN_MPI, 1, 4, 1, 4)
 
 
 def test_what_cannot_work_is_rejected(monkeypatch):
     monkeypatch.setattr(launcher_shim, "_meet", lambda *_: pytest.fail("met the others"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    rejected(
-        LaunchRecord("rendezvous", "the variables RANK", 1, 4, 1, 4),
-        "work under the variables RANK: start .*; or leave",
-    )
     with monkeypatch.context() as initialized:
         initialized.setattr(launcher_shim, "world_size_if_initialized", lambda: 4)
         rejected(MPIRUN, "if the script initializes MPI itself")
@@ -244,24 +242,9 @@ def test_processes_that_meet_on_several_hosts_learn_where_each_is():
 
 def test_a_rank_with_another_command_is_an_error_on_all(monkeypatch):
     different = [*everyone("aaa"), *everyone("a", work="2")]
-    monkeypatch.setattr(launcher_shim.mpi, "exchange", lambda record, own: different)
+    by = replace(OPEN_MPI, exchange=lambda record, own: different)
     with pytest.raises(ArgumentError, match="rank 3 has another command, directory or min_ranks than rank 0"):
-        launcher_shim._meet(MPIRUN, ["python"], None)
-
-
-def test_ranks_get_no_variable_that_tells_a_process_of_the_launcher_who_it_is():
-    launchers = {
-        "OMPI_COMM_WORLD_RANK",
-        "PMIX_RANK",
-        "PMI_FD",
-        "RANK",
-        "MASTER_ADDR",
-        "TORCHELASTIC_RUN_ID",
-        "SLURM_PROCID",
-    }
-    kept = {"PATH", "SLURM_JOB_ID", "RING_TIMEOUT", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT", "I_MPI"}
-    found = launcher_shim.environment_of_ranks(dict.fromkeys([*launchers, *kept, "RING_LAUNCHER", "SLURM_NTASKS"], "1"))
-    assert set(found) == kept
+        launcher_shim._meet(replace(MPIRUN, launcher=by), ["python"], None)
 
 
 def test_a_shim_waits_for_the_end_of_a_process_whose_parent_has_not_asked_how_it_ended():

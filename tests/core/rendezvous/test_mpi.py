@@ -11,6 +11,7 @@ import pytest
 
 from ring_plugins.core.net.user_socket import connect_below
 from ring_plugins.core.rendezvous import mpi, mpi_arrivals
+from ring_plugins.core.rendezvous.launchers import NONE
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from tests.launch import run_ranks, start_ranks
 
@@ -165,7 +166,7 @@ def test_nobody_can_take_the_place_of_a_ranks_mark_first(monkeypatch):
         stranger.bind(f"\0{name}")
         stranger.listen()
         assert connect_below(name) is None
-        with mpi_arrivals.ShownArrivals(LaunchRecord("mpi", "mpirun", 1, 2, 1, 2)):
+        with mpi_arrivals.ShownArrivals(LaunchRecord(NONE, 1, 2, 1, 2)):
             with connect_below(name):
                 pass
             user = os.geteuid()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux import process
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
+from ring_plugins.core.rendezvous.launchers import SPAWNED
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
 from tests.launch import run_ranks
@@ -80,9 +82,9 @@ def test_a_child_is_detected_by_its_environment(monkeypatch):
     segment = Segment.create(16)
     for name, value in child_environment(segment, 2, 4, 99).items():
         monkeypatch.setenv(name, value)
-    assert spawn.detect() == LaunchRecord("spawned", "a script that started itself", 2, 4, 2, 4)
+    assert spawn.find(SPAWNED) == LaunchRecord(replace(SPAWNED, name="a script that started itself"), 2, 4, 2, 4)
     monkeypatch.setenv("RING_SPAWNED", f"{segment.fd}:0:4:99:4")
-    assert spawn.detect() == LaunchRecord("spawned", "ring run", 0, 4, 0, 4)
+    assert spawn.find(SPAWNED) == LaunchRecord(SPAWNED, 0, 4, 0, 4)
 
 
 def test_a_data_loaders_worker_is_not_the_rank_it_descends_from(monkeypatch):
@@ -99,7 +101,7 @@ def test_a_standby_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(m
     monkeypatch.setattr(Segment, "inherited", lambda *_: segment)
     for name, value in {**child_environment(segment, None, 2, 0), "RING_JOINS": "5"}.items():
         monkeypatch.setenv(name, value)
-    record = spawn.detect()
+    record = spawn.find(SPAWNED)
     assert (record.rank, record.size, os.environ["LOCAL_RANK"]) == (None, 2, "2")
     slots = SharedMemoryRendezvous(segment, 0, 2, []).slots
 
@@ -114,7 +116,7 @@ def test_a_standby_becomes_the_rank_whose_slot_it_gets_and_its_children_do_not(m
     giving.start()
     assert spawn._join().rank == 1
     giving.join()
-    assert (spawn.detect().rank, os.environ["LOCAL_RANK"]) == (1, "1")
+    assert (spawn.find(SPAWNED).rank, os.environ["LOCAL_RANK"]) == (1, "1")
     slots.take(Member(5, 1, liveness=segment.address), as_member=False)
     with pytest.raises(LaunchError, match="inherited RING_SPAWNED from rank 1 but is not that rank"):
         spawn._join()

@@ -7,6 +7,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError, MissingDependency
 from ring_plugins.core.rendezvous import tcp
+from ring_plugins.core.rendezvous.launchers import NONE
 from tests.launch import run_ranks
 
 
@@ -67,10 +68,10 @@ def test_a_store_of_the_scripts_own_needs_no_address(monkeypatch):
     for name in tcp.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tcp, "_provider", Provider(owns_port=True))
-    assert tcp.detect() is None
+    assert tcp.find(NONE) is None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (tcp.detect().rank, tcp.detect().size) == (1, 2)
+    assert (tcp.find(NONE).rank, tcp.find(NONE).size) == (1, 2)
     assert meet(2, "", address="") == [[0, 1]] * 2
 
 
