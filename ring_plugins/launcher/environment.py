@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from ring_plugins.core.base import config
@@ -84,20 +83,3 @@ def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:
 def threads_per_rank(cores: int, ranks: int) -> int:
     """Threads for each of `ranks` that share `cores`."""
     return max(1, cores // ranks)
-
-
-def search_path_of_user() -> list[str]:
-    """`sys.path` with the current directory in place of "": where the modules of a function that a rank calls are."""
-    return [path or os.getcwd() for path in sys.path]
-
-
-def take_search_path(path: Sequence[str]) -> None:
-    """Search `search_path_of_user` of another process for modules, now that this package has been imported.
-
-    Processes that this one starts do so, too.
-
-    Args:
-        path: of the other process; nothing if the user has set PYTHONPATH for this one.
-    """
-    sys.path[:] = dict.fromkeys([*path, *sys.path])
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*path, *os.environ["PYTHONPATH"].split(os.pathsep)]))

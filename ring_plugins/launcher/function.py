@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +10,17 @@ from typing import Any, Literal, TypeVar
 
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.own_python import search_path
+from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import detect
+from ring_plugins.launcher.call_ranks import LocalRanks, RemoteRanks
+from ring_plugins.launcher.calls import Driver
 from ring_plugins.launcher.environment import threads_per_rank
 from ring_plugins.launcher.hosts import parse_hosts, slots
-from ring_plugins.launcher.local_ranks import LocalRanks
-from ring_plugins.launcher.outcomes import RankResults, pack_call, results
+from ring_plugins.launcher.outcomes import RankResults, check_options, pack_call, results, search_path_of_user
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.remote_ranks import RemoteRanks
 
 T = TypeVar("T")
 
@@ -74,16 +76,10 @@ def run(
     """
     if hosts is not None and not isinstance(hosts, str):
         raise ArgumentError(f'hosts={hosts!r} is not a text: name hosts as in hosts="host1:2,host2:2".')
+    check_options("ranks", ranks, timeout, env)
     available = cores()
     if ranks is None:
         ranks = slots(parse_hosts(hosts)) if hosts else available
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ArgumentError(f"ranks={ranks!r} is not a positive number of processes.")
-    if timeout is not None and not (isinstance(timeout, (int, float, numbers.Real)) and timeout > 0):
-        raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):  # the value may be a secret
-            raise ArgumentError(f"env: name and value of {name!r} must be texts, as in env={{'OMP_NUM_THREADS': '1'}}.")
     if not detect().launcher.is_none or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "
@@ -91,15 +87,20 @@ def run(
         )
     policy = FailurePolicy.chosen(on_failure, min_ranks)
     policy.check_size(ranks)
-    packed = pack_call(function, args, kwargs)
+    variables = {"PYTHONPATH": os.pathsep.join(search_path()), **(env or {})}
+    packed = pack_call(function, args, kwargs, [] if "PYTHONPATH" in (env or {}) else search_path_of_user())
+    calls_ring_run = hosts is not None or policy.recovers
+    here = f"localhost:{ranks}"  # a scheduler may have allocated further hosts
     is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook
-    if hosts or policy.recovers:
-        here = f"localhost:{ranks}"  # a scheduler may have allocated further hosts
-        with (
-            Relay(False, always=is_redirected) as relay,
-            RemoteRanks(ranks, hosts or here, policy, interface, dict(env or {}), tag_output, relay) as remote_ranks,
-        ):
-            return remote_ranks.results(packed, timeout)
-    environment = {"OMP_NUM_THREADS": str(threads_per_rank(available, ranks)), **os.environ, **(env or {})}
-    with Relay(tag_output, always=is_redirected) as relay, LocalRanks(ranks, environment, relay) as local_ranks:
-        return results(local_ranks.outcomes(packed, timeout))
+    with contextlib.ExitStack() as stack:
+        relay = stack.enter_context(Relay(tag_output and not calls_ring_run, always=is_redirected))
+        driver = stack.enter_context(Driver(listens=calls_ring_run))
+        if not calls_ring_run:
+            environment = {"OMP_NUM_THREADS": str(threads_per_rank(available, ranks)), **os.environ, **variables}
+            local = stack.enter_context(LocalRanks(driver, ranks, environment, relay))
+            return results(driver.outcomes(packed, ranks, local.trouble, timeout))
+        remote = RemoteRanks(driver, ranks, hosts or here, policy, interface, variables, tag_output, relay)
+        stack.enter_context(remote)
+        most = MOST_MEMBERS if policy.recovers else 0
+        outcomes = driver.outcomes(packed, ranks, remote.trouble, timeout, most)
+        return results(outcomes, ranks if policy.recovers else 0, remote.failure() if policy.recovers else None)

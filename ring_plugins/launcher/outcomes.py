@@ -12,8 +12,12 @@ that of the process which had it last.
 from __future__ import annotations
 
 import contextlib
+import json
+import numbers
+import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,8 +129,47 @@ def _pack_by_name(what: str, value: Any) -> bytes:
         raise ArgumentError(f"{what} cannot be sent to another process ({error}): {remedy}.") from error
 
 
-def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Pickle `function(*args, **kwargs)`.
+def check_options(number: str, ranks: Any, timeout: Any, env: Mapping[str, str] | None) -> None:
+    """Check arguments of `ring_plugins.run` and its relatives.
+
+    Args:
+        number: name of the argument for the number of ranks.
+        ranks, timeout, env: the arguments; None where they are not given.
+
+    Raises:
+        ArgumentError: one is wrong.
+    """
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ArgumentError(f"{number}={ranks!r} is not a positive number of ranks.")
+    if timeout is not None and not (isinstance(timeout, (int, float, numbers.Real)) and float(timeout) > 0):
+        raise ArgumentError(f"timeout={timeout!r} is not a positive number of seconds.")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):  # the value may be a secret
+            raise ArgumentError(f"env: name and value of {name!r} must be texts, as in env={{'OMP_NUM_THREADS': '1'}}.")
+
+
+def search_path_of_user() -> list[str]:
+    """`sys.path` with the current directory in place of "": where the modules of a function that a rank calls are."""
+    return [path or os.getcwd() for path in sys.path]
+
+
+def take_search_path(path: Sequence[str]) -> None:
+    """Search `search_path_of_user` of another process for modules, now that this package has been imported.
+
+    Processes that this one starts do so, too.
+
+    Args:
+        path: of the other process.
+    """
+    sys.path[:] = dict.fromkeys([*path, *sys.path])
+    earlier = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*path, *filter(None, earlier)]))
+
+
+def pack_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, path: Sequence[str] = ()
+) -> bytes:
+    """Pickle `function(*args, **kwargs)`, behind the path on which the rank is to search for modules first.
 
     Raises:
         ArgumentError: the function cannot be called, `args` or `kwargs` are something else, or one cannot be pickled.
@@ -146,7 +189,8 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             f"kwargs={kwargs!r:.80} is not a dictionary of the function's keyword arguments: pass kwargs={{...}}, and "
             "what is none of them by its name, such as ranks=2."
         )
-    return pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+    packed = pack(f"function={name!r} with its arguments", (function, tuple(args), {**(kwargs or {})}))
+    return json.dumps(list(path)).encode() + b"\n" + packed
 
 
 def call(packed: bytes, rank: int) -> Outcome:
@@ -154,8 +198,11 @@ def call(packed: bytes, rank: int) -> Outcome:
 
     The other ranks learn of a failure at once, so that they stop waiting.
     """
+    path, _, pickled = packed.partition(b"\n")
+    if found := json.loads(path):
+        take_search_path(found)
     try:
-        function, args, kwargs = pickle.loads(packed)
+        function, args, kwargs = pickle.loads(pickled)
     except BaseException as error:  # modules may end, or do anything, while they are imported
         failure = _failure(error)
         return Outcome(rank, failure=replace(failure, summary=_NOT_LOADED.format(why=failure.summary)))

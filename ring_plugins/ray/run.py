@@ -30,6 +30,7 @@ from ring_plugins.launcher.outcomes import (
     Outcome,
     RankResults,
     call,
+    check_options,
     collect,
     pack_call,
     results,
@@ -95,10 +96,7 @@ def run(
     needs = {"CPU": 1.0, **(resources or {})}
     if not any(amount > 0 for amount in needs.values()):
         raise ArgumentError(f"resources={dict(resources or {})!r} asks for nothing; a rank needs a CPU or a GPU.")
-    if num_workers is not None and (
-        isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
-    ):
-        raise ArgumentError(f"num_workers={num_workers!r} is not a positive number of ranks.")
+    check_options("num_workers", num_workers, timeout, env)
     policy = FailurePolicy.chosen(on_failure, min_ranks)
     packed = pack_call(function, args, kwargs)
     if not ray.is_initialized():

@@ -16,19 +16,26 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.own_python import search_path
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
-from ring_plugins.launcher.control import Driver, DriverConnection
-from ring_plugins.launcher.local_ranks import RankProcess
+from ring_plugins.launcher.call_ranks import RankProcess
+from ring_plugins.launcher.calls import Driver, connect_to_driver
 from ring_plugins.launcher.meeting import assign_ranks
-from ring_plugins.launcher.outcomes import RankResults, pack_call, results
+from ring_plugins.launcher.outcomes import (
+    Outcome,
+    RankResults,
+    check_options,
+    pack_call,
+    results,
+    search_path_of_user,
+)
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -82,8 +89,7 @@ def run(
         MissingDependency: pyspark is not installed.
     """
     context = _context()
-    if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
-        raise ArgumentError(f"num_proc={num_proc!r} is not a positive number of ranks.")
+    check_options("num_proc", num_proc, timeout, env)
     policy = FailurePolicy.chosen(on_failure, min_ranks)
     if policy.replaces:
         raise ArgumentError(
@@ -97,10 +103,9 @@ def run(
         host = context.getConf().get("spark.driver.host") or "127.0.0.1"
         variables = {**(env or {}), **policy.environment}
         job = _SparkJob(context, ranks, _RankTask(host, driver.port, driver.key, variables))
-        goes_on = policy.recovers
         try:
-            outcomes = driver.outcomes(packed, ranks, job.trouble, timeout, recovers=goes_on)
-            return results(outcomes, ranks if goes_on else 0)
+            outcomes = driver.outcomes(packed, ranks, job.trouble, timeout, recovers=policy.recovers)
+            return results(outcomes, ranks if policy.recovers else 0)
         finally:
             job.cancel()
 
@@ -206,18 +211,18 @@ class _RankTask:
             assignments = assign_ranks([host for host, _, _ in tasks])
             mine = assignments[context.partitionId()]
             _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
-            driver = DriverConnection(self.driver, self.port, self.key, mine.rank)
+            driver = connect_to_driver(self.driver, self.port, self.key, mine.rank)
             secret = hmac.new(self.key, b"RING_SECRET", "sha256").hexdigest()
-            environment = {**os.environ, **mine.environment(address, port, secret), **self.variables}
-            process = RankProcess(mine.rank, environment, by="ring_plugins.spark.run")
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
+            environment |= {**mine.environment(address, port, secret), **self.variables}
+            by, path = "ring_plugins.spark.run", search_path_of_user()
+            process = RankProcess(mine.rank, environment, driver.fileno(), by=by, path=path)
             try:
-                process.send_call(driver.receive_call())
-                ready = wait([process.connection, driver.fileno()])
-                if process.connection in ready:
-                    driver.report(process.outcome())
-                    # The process may still be exiting; the driver closes the connection once it has heard from all.
-                    while not process.has_ended() and not wait([driver.fileno()], 0.05):
-                        pass
+                # The rank itself reports how its call ended; then the driver does not read what the task says of it.
+                while not driver.wait_for_end(0.05):
+                    if process.has_ended():
+                        driver.report(Outcome(mine.rank, failure=process.failure()))
+                        break
             finally:
                 process.kill()
         return iter(())

@@ -29,9 +29,9 @@ class EndsTheProcess:
 def test_what_cannot_be_loaded_on_a_rank_says_so_and_why():
     missing = pickle.dumps(divmod, 0).replace(b"__builtin__", b"nowhere")
     with pytest.raises(ring.RankFailed, match=r"function or its .* cannot be loaded .*: No module .*nowhere.*import"):
-        outcomes.results([outcomes.call(missing, 0)])
+        outcomes.results([outcomes.call(b"[]\n" + missing, 0)])
     with pytest.raises(ring.RankFailed, match=r"cannot be loaded in the rank's process \(SystemExit: 0\)"):
-        outcomes.results([outcomes.call(pickle.dumps(EndsTheProcess()), 0)])
+        outcomes.results([outcomes.call(b"[]\n" + pickle.dumps(EndsTheProcess()), 0)])
 
 
 class Clock:

@@ -18,7 +18,7 @@ from ring_plugins.core.net import acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher import outcomes
-from ring_plugins.launcher.control import Driver, DriverConnection, _RankConnection
+from ring_plugins.launcher.calls import Driver, _RankConnection, connect_to_driver
 from ring_plugins.launcher.outcomes import Outcome
 
 
@@ -28,7 +28,7 @@ def no_trouble():
 
 def rank_of(driver, rank, key=None):
     """A rank that answers its call with it."""
-    with contextlib.closing(DriverConnection("127.0.0.1", driver.port, key or driver.key, rank)) as connection:
+    with contextlib.closing(connect_to_driver("127.0.0.1", driver.port, key or driver.key, rank)) as connection:
         packed = connection.receive_call()
         connection.report(Outcome(rank, packed + bytes([rank])))
         connection.wait_for_end()
@@ -36,7 +36,7 @@ def rank_of(driver, rank, key=None):
 
 def stay(driver, rank):
     """A rank that takes its call and never answers."""
-    with contextlib.closing(DriverConnection("127.0.0.1", driver.port, driver.key, rank)) as connection:
+    with contextlib.closing(connect_to_driver("127.0.0.1", driver.port, driver.key, rank)) as connection:
         connection.receive_call()
         connection.wait_for_end()
 
@@ -131,7 +131,7 @@ def test_nothing_from_an_unauthenticated_client_is_unpickled(pool, said, monkeyp
 
     with Driver() as driver, socket.create_connection(("127.0.0.1", driver.port)) as intruder:
         intruder.sendall(said)
-        monkeypatch.setattr("ring_plugins.launcher.control.pickle.loads", loads)
+        monkeypatch.setattr("ring_plugins.launcher.calls.pickle.loads", loads)
         with pytest.raises(TimeoutExceeded):
             driver.outcomes(b"call", 1, no_trouble, 0.3)
 
@@ -198,15 +198,15 @@ def test_the_end_of_the_driver_is_noticed(pool):
         assert not waits.done()
     waits.result(60)
     with pytest.raises(LaunchError, match="cannot reach the driver"):
-        DriverConnection("127.0.0.1", driver.port, driver.key, 0)
+        connect_to_driver("127.0.0.1", driver.port, driver.key, 0)
 
 
 def test_the_name_of_a_host_has_no_control_characters():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = _RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
+        connection = _RankConnection(1, ours, "host1")
         frames = FrameSocket(theirs, Purpose.LAUNCHER)
         frames.send(b"host\x1b[2J\nring_plugins: all is well")
         frames.flush(1)
-        connection.move(select.EPOLLIN)
+        connection.move(select.EPOLLIN, 3)
     assert connection.host == r"host\x1b[2J\nring_plugins: all is well"
