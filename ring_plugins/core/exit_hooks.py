@@ -38,6 +38,7 @@ from ring_plugins.core.base.threads import HelperThread, set_on_death
 from ring_plugins.core.base.topology import Topology
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
 from ring_plugins.core.control.wait import PeerRejected
+from ring_plugins.core.linux.process import is_failure
 from ring_plugins.core.rendezvous import spawn
 
 #: Seconds that a rank waits before it aborts the job because of a peer, so that the rank that failed first ends it.
@@ -248,7 +249,7 @@ def _telling_exit(original: Callable[[int], NoReturn], current: Callable[[], Job
     def telling(status: int) -> NoReturn:
         try:
             job = current()
-            if job is not None and job.is_mine() and isinstance(status, int) and spawn.is_failure(status & 0xFF):
+            if job is not None and job.is_mine() and isinstance(status, int) and is_failure(status & 0xFF):
                 how = f"ended with exit status {status & 0xFF} without an exception: it called os._exit."
                 failure = PeerFailed(f"rank {job.world_rank} (process {os.getpid()}) {how}", job.world_rank)
 

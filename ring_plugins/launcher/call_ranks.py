@@ -24,11 +24,11 @@ from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.base.own_python import RING, own_python
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
-from ring_plugins.core.linux.process import end_with_parent
+from ring_plugins.core.linux.process import end_with_parent, ending
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import detect, record
-from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.calls import Driver, DriverConnection, connect_to_driver
 from ring_plugins.launcher.hosts import is_this_host, parse_hosts
 from ring_plugins.launcher.outcomes import GRACE_SECONDS, Failure, call, take_search_path

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.control.liveness import MOST_MEMBERS
-from ring_plugins.core.rendezvous.spawn import as_status, ending, silent_end
+from ring_plugins.core.linux.process import as_status, ending, silent_end
 from ring_plugins.launcher.processes import Popen
 
 _HOWS = ("", "failed", "followed", "left", "excluded", "lost", "late")

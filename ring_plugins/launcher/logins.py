@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
-from ring_plugins.core.rendezvous.spawn import silent_end
+from ring_plugins.core.linux.process import silent_end
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec

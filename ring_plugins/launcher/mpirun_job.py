@@ -35,8 +35,7 @@ from types import TracebackType
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.parent_notifier import ParentNotifier
-from ring_plugins.core.linux.process import children, descendants, state
-from ring_plugins.core.rendezvous.spawn import as_status
+from ring_plugins.core.linux.process import as_status, children, descendants, state
 from ring_plugins.launcher import mpirun, preflight
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.linux.process import STOPPED, memory_kills, state
+from ring_plugins.core.linux.process import STOPPED, ending, is_failure, memory_kills, silent_end, state
 from ring_plugins.core.rendezvous.slots import Slots
-from ring_plugins.core.rendezvous.spawn import ending, is_failure, silent_end
 from ring_plugins.launcher.processes import Popen
 
 #: How often a slot is filled again within an hour, and how many standbys may end unused; the seconds of an hour.

@@ -1,4 +1,4 @@
-"""This process and its relatives: CPU limits, the process tree, and death signals."""
+"""This process and its relatives: CPU limits, the process tree, death signals, and how a process ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -162,3 +163,68 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def first_cause(codes: Mapping[int, int], ended: Sequence[int], has_followed: Callable[[int], bool]) -> int:
+    """Of processes that failed, the one because of which the others did.
+
+    One that did not end by itself was killed since others had ended. One that says so ended because of another. Python
+    ends by 1 then, too, so any other status is the likelier cause; and of two alike the earlier.
+
+    Args:
+        codes: process -> `returncode` of its Popen.
+        ended: those that ended by themselves, in the order in which that was seen.
+        has_followed: whether a process said that another's failure ended it.
+    """
+    return min(
+        codes,
+        key=lambda one: (
+            one not in ended,
+            has_followed(one),
+            codes[one] == 1,
+            ended.index(one) if one in ended else one,
+        ),
+    )
+
+
+def as_status(code: int) -> int:
+    """The exit status that a shell has for the `returncode` of a Popen."""
+    return code if code >= 0 else 128 - code
+
+
+def silent_end(code: int, of_memory: bool = False) -> str:
+    """How a process ended that reported no error, in words.
+
+    Args:
+        code: `returncode` of its Popen.
+        of_memory: whether the kernel has killed a process meanwhile since memory ran out.
+    """
+    if code == -signal.SIGKILL and of_memory:
+        return (
+            "was killed by SIGKILL, and may have been since memory ran out, of the host or of a control group: the "
+            "kernel has killed a process of this host for that"
+        )
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory? `kill -9`?)"
+    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        return f"crashed in native code ({signal.Signals(-code).name})"
+    if code < 0:
+        return f"was ended by {ending(code)}"
+    return f"ended with {ending(code)} without an exception (os._exit, or a library that ends the process)"
+
+
+def is_failure(code: int | None) -> bool:
+    """Whether a process ended with a status that it chose, rather than by a signal.
+
+    Args:
+        code: its status, or the `returncode` of its Popen. A shell whose command was killed adds 128 to the signal.
+    """
+    return code is not None and code > 0 and code - 128 not in signal.valid_signals()
+
+
+def ending(code: int) -> str:
+    """How a process ended, from the `returncode` of its Popen."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"

@@ -10,9 +10,9 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.rendezvous import detect
-from ring_plugins.core.rendezvous.launcher_shim import restart_under_supervisors
+from ring_plugins.core.rendezvous.launcher_shim import restart_under_ring_run, restart_under_supervisors
 from ring_plugins.core.rendezvous.record import Loss
-from ring_plugins.core.rendezvous.spawn import number_of_slots, restart_under_ring_run
+from ring_plugins.core.rendezvous.spawn import number_of_slots
 
 _REMEDY = f"leave out on_failure, and unset {config.ON_FAILURE.name}"
 

@@ -1,7 +1,9 @@
-"""How a job goes on without a rank under launchers that end all processes as soon as one dies: mpirun, torchrun, srun.
+"""Starts a script anew in ranks that may outlive each other, where what has started this process would end all of them.
 
-No process that such a launcher has started may die with a rank. So when `init(on_failure="continue")` finds one of
-these launchers, its processes meet once, by the launcher's own means: MPI, torchrun's store, or the first host of
+A script that would spawn its ranks starts again under `ring run`.
+
+**Under mpirun, torchrun and srun** no process that the launcher has started may die with a rank. So when
+`init(on_failure="continue")` finds one of these launchers, its processes meet once, by the launcher's own means: MPI, torchrun's store, or the first host of
 srun's step. They tell each other where they are and what they would run. Then the first process of the host becomes
 `ring run`, in which the script begins anew in as many ranks, and each of the others becomes a shim, which waits for the
 end of the first:
@@ -38,13 +40,12 @@ from typing import Any, NoReturn
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
-from ring_plugins.core.base.own_python import own_python
+from ring_plugins.core.base.own_python import RING, own_python
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import shared_memory_domain
 from ring_plugins.core.net.mpi import world_size_if_initialized
 from ring_plugins.core.rendezvous import spawn, tcp
-from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.launchers import without_launchers
 from ring_plugins.core.rendezvous.record import LaunchRecord
 
@@ -63,6 +64,36 @@ first = started()
 while first and started() == first:
     time.sleep(0.2)
 """
+
+
+def ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> list[str]:
+    """The command that runs this script under `ring run`, on ranks of this host of which each can outlive any other.
+
+    Args:
+        ranks: of the job.
+        min_ranks: with how many of them the job goes on.
+        on_failure: "continue" or "replace".
+        max_ranks: to how many it may grow; 0 for no more than `ranks`.
+
+    Raises:
+        LaunchError: this script cannot be started again.
+    """
+    # -H: a scheduler may have allocated further hosts.
+    where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
+    policy = ["--on-failure", on_failure, "--min-ranks", str(min_ranks)]
+    policy += ["--max-ranks", str(max_ranks)] if max_ranks else []
+    return [*own_python(RING), "run", *where, *policy, "--", *spawn.command()]
+
+
+def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> NoReturn:
+    """Replace this process by `ring_run` of its own command.
+
+    The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
+    """
+    again = ring_run(ranks, min_ranks, on_failure, max_ranks)
+    flush_output()
+    os.chdir(spawn.START_DIRECTORY)
+    os.execv(sys.executable, again)
 
 
 def restart_under_supervisors(
@@ -88,7 +119,7 @@ def restart_under_supervisors(
     own = next(ranks for ranks in hosts if record.rank in ranks)
     environment = without_launchers(os.environ)
     if len(hosts) == 1:
-        supervisor = spawn.ring_run(len(everyone), min_ranks, on_failure, max_ranks)
+        supervisor = ring_run(len(everyone), min_ranks, on_failure, max_ranks)
     else:
         _check_for_several_hosts(record.by, max_ranks)
         if reserved is not None:
@@ -128,7 +159,6 @@ def _command(record: LaunchRecord, on_failure: str, remedy: str) -> list[str]:
             f"mpi4py; or {remedy}."
         )
     try:
-        check_is_original_script()
         return spawn.command()
     except LaunchError as error:
         raise ArgumentError(f"{rejected} the script cannot start again: {error}") from error

@@ -14,7 +14,6 @@ and does not report each child's exit status.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -22,19 +21,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
-from ring_plugins.core.base.own_python import RING, own_python
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
-from ring_plugins.core.linux.process import STOPPED, end_with_parent, memory_kills, state
+from ring_plugins.core.linux.process import (
+    STOPPED,
+    as_status,
+    end_with_parent,
+    ending,
+    first_cause,
+    memory_kills,
+    silent_end,
+    state,
+)
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.claim import check_is_original_script
@@ -287,8 +294,9 @@ def command() -> list[str]:
     """The command that started this process.
 
     Raises:
-        LaunchError: it cannot be repeated.
+        LaunchError: it cannot be repeated, or does not start the script.
     """
+    check_is_original_script()
     arguments = sys.orig_argv[1:]
     if hasattr(sys, "ps1"):
         raise LaunchError(
@@ -310,7 +318,6 @@ further_arguments: list[Callable[[int], list[str]]] = []
 
 
 def _spawn(ranks: int) -> SharedMemoryRendezvous:
-    check_is_original_script()
     again = command()
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError(
@@ -337,37 +344,6 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
             )
         )
     return SharedMemoryRendezvous(segment, 0, ranks, children)
-
-
-def ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> list[str]:
-    """The command that runs this script under `ring run`, on ranks of this host of which each can outlive any other.
-
-    Args:
-        ranks: of the job.
-        min_ranks: with how many of them the job goes on.
-        on_failure: "continue" or "replace".
-        max_ranks: to how many it may grow; 0 for no more than `ranks`.
-
-    Raises:
-        LaunchError: this script cannot be started again.
-    """
-    # -H: a scheduler may have allocated further hosts.
-    where = ["-n", str(ranks), "-H", f"localhost:{ranks}", "--with", "python"]
-    policy = ["--on-failure", on_failure, "--min-ranks", str(min_ranks)]
-    policy += ["--max-ranks", str(max_ranks)] if max_ranks else []
-    return [*own_python(RING), "run", *where, *policy, "--", *command()]
-
-
-def restart_under_ring_run(ranks: int, min_ranks: int, on_failure: str, max_ranks: int = 0) -> NoReturn:
-    """Replace this process by `ring_run` of its own command.
-
-    The script runs again from its first line in every rank, as it does in all but the first where it spawns them.
-    """
-    check_is_original_script()
-    again = ring_run(ranks, min_ranks, on_failure, max_ranks)
-    flush_output()
-    os.chdir(START_DIRECTORY)
-    os.execv(sys.executable, again)
 
 
 def wait_for_children(failed: bool) -> int:
@@ -408,33 +384,6 @@ def wait_for_children(failed: bool) -> int:
     return as_status(codes[rank])
 
 
-def first_cause(codes: Mapping[int, int], ended: Sequence[int], has_followed: Callable[[int], bool]) -> int:
-    """Of processes that failed, the one because of which the others did.
-
-    One that did not end by itself was killed since others had ended. One that says so ended because of another. Python
-    ends by 1 then, too, so any other status is the likelier cause; and of two alike the earlier.
-
-    Args:
-        codes: process -> `returncode` of its Popen.
-        ended: those that ended by themselves, in the order in which that was seen.
-        has_followed: whether a process said that another's failure ended it.
-    """
-    return min(
-        codes,
-        key=lambda one: (
-            one not in ended,
-            has_followed(one),
-            codes[one] == 1,
-            ended.index(one) if one in ended else one,
-        ),
-    )
-
-
-def as_status(code: int) -> int:
-    """The exit status that a shell has for the `returncode` of a Popen."""
-    return code if code >= 0 else 128 - code
-
-
 def end_of_child(rank: int) -> str | None:
     """How a rank that this process has spawned ended, None if it did not start it or the rank still runs."""
     code = _code_of_child(rank)
@@ -454,41 +403,3 @@ def _code_of_child(rank: int) -> int | None:
     while (code := children[rank - 1].poll()) is None and time.monotonic() < deadline:
         time.sleep(0.005)
     return code
-
-
-def silent_end(code: int, of_memory: bool = False) -> str:
-    """How a process ended that reported no error, in words.
-
-    Args:
-        code: `returncode` of its Popen.
-        of_memory: whether the kernel has killed a process meanwhile since memory ran out.
-    """
-    if code == -signal.SIGKILL and of_memory:
-        return (
-            "was killed by SIGKILL, and may have been since memory ran out, of the host or of a control group: the "
-            "kernel has killed a process of this host for that"
-        )
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL (out of memory? `kill -9`?)"
-    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-        return f"crashed in native code ({signal.Signals(-code).name})"
-    if code < 0:
-        return f"was ended by {ending(code)}"
-    return f"ended with {ending(code)} without an exception (os._exit, or a library that ends the process)"
-
-
-def is_failure(code: int | None) -> bool:
-    """Whether a process ended with a status that it chose, rather than by a signal.
-
-    Args:
-        code: its status, or the `returncode` of its Popen. A shell whose command was killed adds 128 to the signal.
-    """
-    return code is not None and code > 0 and code - 128 not in signal.valid_signals()
-
-
-def ending(code: int) -> str:
-    """How a process ended, from the `returncode` of its Popen."""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from ring_plugins.core.linux.process import boot_id, children, cores, cpu_quota, descendants, raise_open_file_limit
+from ring_plugins.core.linux.process import (
+    boot_id,
+    children,
+    cores,
+    cpu_quota,
+    descendants,
+    first_cause,
+    raise_open_file_limit,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +70,13 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered()
 
 def test_the_boot_id_stays_the_same():
     assert boot_id() and boot_id() == boot_id()
+
+
+def test_of_processes_that_failed_the_first_cause_is_known():
+    """Who follows another is none, whatever its end, nor who had to be killed; 1 is less likely one than others."""
+    assert first_cause({0: 1, 1: 3}, [0, 1], lambda rank: False) == 1
+    assert first_cause({0: 1, 1: 1, 2: 1}, [2, 0, 1], lambda rank: rank == 2) == 0
+    assert first_cause({0: -6, 1: 1}, [0, 1], lambda rank: rank == 0) == 1
+    assert first_cause({0: -9, 1: 1}, [1], lambda rank: False) == 1
+    assert first_cause({0: 5, 1: -9}, [1, 0], lambda rank: False) == 1
+    assert first_cause({2: 1}, [], lambda rank: True) == 2

@@ -15,11 +15,12 @@ from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux import process
+from ring_plugins.core.linux.process import ending
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous import spawn
 from ring_plugins.core.rendezvous.launchers import SPAWNED
 from ring_plugins.core.rendezvous.record import LaunchRecord
-from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment, ending
+from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from tests.launch import run_ranks
 
 
@@ -166,16 +167,6 @@ def test_a_stopped_child_is_not_waited_for_after_a_failure(monkeypatch):
     while process.state(child.pid) != "T":
         time.sleep(0.01)
     assert spawn.wait_for_children(failed=True) == 128 + signal.SIGKILL
-
-
-def test_of_processes_that_failed_the_first_cause_is_known():
-    """Who follows another is none, whatever its end, nor who had to be killed; 1 is less likely one than others."""
-    assert spawn.first_cause({0: 1, 1: 3}, [0, 1], lambda rank: False) == 1
-    assert spawn.first_cause({0: 1, 1: 1, 2: 1}, [2, 0, 1], lambda rank: rank == 2) == 0
-    assert spawn.first_cause({0: -6, 1: 1}, [0, 1], lambda rank: rank == 0) == 1
-    assert spawn.first_cause({0: -9, 1: 1}, [1], lambda rank: False) == 1
-    assert spawn.first_cause({0: 5, 1: -9}, [1, 0], lambda rank: False) == 1
-    assert spawn.first_cause({2: 1}, [], lambda rank: True) == 2
 
 
 def test_ends_of_processes_have_names():
