@@ -4,10 +4,9 @@
 `python`, `init(ranks=2)` starts the second process. The other functions then work on arrays of all ranks.
 """
 
-import importlib
 import warnings
 
-from ring_plugins import averaging_check, framework_threads, hydra_directory
+from ring_plugins import averaging_check, frameworks
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import (
@@ -45,17 +44,13 @@ from ring_plugins.core.functions import (
     size,
 )
 from ring_plugins.core.members.changes import MembershipChange
-from ring_plugins.core.rendezvous.tcp import register_store_loader
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
 from ring_plugins.launcher.outcomes import RankResults
 from ring_plugins.other_names import no_attribute
 
-# Under torchrun, whose agent may hold MASTER_PORT, ranks meet through torch's store, also in scripts without torch.
-register_store_loader(lambda: importlib.import_module("ring_plugins.torch.rendezvous"))
-framework_threads.register()
+frameworks.register()
 averaging_check.register()
-hydra_directory.register()
 #: Former spellings, which earlier releases documented.
 _RENAMED = {"is_initialised": "is_initialized", "NotInitialised": "NotInitialized"}
 

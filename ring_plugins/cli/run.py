@@ -10,32 +10,10 @@ import typer
 
 from ring_plugins.cli.numbers import whole_number
 
-
-class Binding(str, Enum):
-    """Values of --bind."""
-
-    NONE = "none"
-    CORE = "core"
-    NUMA = "numa"
-    SOCKET = "socket"
-
-
-class Starter(str, Enum):
-    """Values of --with."""
-
-    AUTO = "auto"
-    MPIRUN = "mpirun"
-    PYTHON = "python"
-
-
-class OnFailure(str, Enum):
-    """Values of --on-failure."""
-
-    END = "end"
-    CONTINUE = "continue"
-    REPLACE = "replace"
-
-
+# Values of --bind, --with and --on-failure.
+Binding = Enum("Binding", {"NONE": "none", "CORE": "core", "NUMA": "numa", "SOCKET": "socket"}, type=str)
+Starter = Enum("Starter", {"AUTO": "auto", "MPIRUN": "mpirun", "PYTHON": "python"}, type=str)
+OnFailure = Enum("OnFailure", {"END": "end", "CONTINUE": "continue", "REPLACE": "replace"}, type=str)
 _WHERE, _HOW, _OUT, _MPI = "Where", "How", "Output", "mpirun"
 
 

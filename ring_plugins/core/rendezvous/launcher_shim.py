@@ -3,10 +3,10 @@
 A script that would spawn its ranks starts again under `ring run`.
 
 **Under mpirun, torchrun and srun** no process that the launcher has started may die with a rank. So when
-`init(on_failure="continue")` finds one of these launchers, its processes meet once, by the launcher's own means: MPI, torchrun's store, or the first host of
-srun's step. They tell each other where they are and what they would run. Then the first process of the host becomes
-`ring run`, in which the script begins anew in as many ranks, and each of the others becomes a shim, which waits for the
-end of the first:
+`init(on_failure="continue")` finds one of these launchers, its processes meet once, by the launcher's own means: MPI,
+torchrun's store, or the first host of srun's step. They tell each other where they are and what they would run. Then
+the first process of the host becomes `ring run`, in which the script begins anew in as many ranks, and each of the
+others becomes a shim, which waits for the end of the first:
 
     mpirun ── ring run ── rank 0, rank 1, rank 2
            ├─ shim
