@@ -56,8 +56,9 @@ from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.linux.shared_memory import is_available, shared_memory_domain
 from ring_plugins.core.members.members import Elastic
 from ring_plugins.core.members.policy import FailurePolicy, check_policies, check_values, prepare_to_continue
-from ring_plugins.core.net.listener import UNIX, Listener
+from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.net.tcp import TcpTransport
+from ring_plugins.core.net.user_socket import UNIX
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.rendezvous import Launcher, Rendezvous, connect, exported, launcher_of, launchers, leave

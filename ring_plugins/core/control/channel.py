@@ -80,7 +80,7 @@ class Channel:
         expected = range(1, size) if rank_zero is not None else [0] if connect is not None else []
         #: For ranks that have not connected yet: one that did not hear of a failure would wait for ever.
         self._queued = {other: deque[bytes](maxlen=MOST_QUEUED) for other in expected}
-        self.peers = Peers(rank_zero.acceptor(lambda other: other in self.peers) if rank_zero is not None else None)
+        self.peers = Peers(rank_zero.acceptor(self._is_connected) if rank_zero is not None else None)
         self._connect = connect
         self._handlers: dict[str, tuple[Handler, bool]] = {}
         self._failed_handlers: set[str] = set()
@@ -148,9 +148,15 @@ class Channel:
         """Exchange messages with a rank over this connection, which has authenticated itself."""
         with self.peers.lock:
             self.peers.add(rank, frames)
-            for message in self._queued.pop(rank, ()):
-                self.peers.send(rank, message)
+            self._begin_to_send(rank)
+
+    def _begin_to_send(self, rank: int) -> None:
+        for message in self._queued.pop(rank, ()):
+            self.peers.send(rank, message)
         self._inbox.put(partial(self._note_joined, rank))
+
+    def _is_connected(self, rank: int) -> bool:
+        return rank in self.peers and rank not in self._queued
 
     def hang_up(self, rank: int) -> None:
         """Close a connection now: nothing more of that rank counts."""
@@ -243,14 +249,16 @@ class Channel:
             return self._watcher.look() if self._watcher is not None else _IDLE
 
     def _accept(self, new: Authenticated) -> None:
-        if new.claim.rank in self.peers:  # a rank that connected twice at once
+        if self._is_connected(new.claim.rank):  # a rank that connected twice at once
             new.socket.close()
             return
         enable_keepalive(new.socket)
-        self.add(new.claim.rank, FrameSocket(new.socket, Purpose.CONTROL))
+        self.peers.add(new.claim.rank, FrameSocket(new.socket, Purpose.CONTROL))  # counts from its first message on
 
     def receive(self, rank: int, data: bytes) -> None:
         """Take a message of a rank; called with the lock."""
+        if rank in self._queued:
+            self._begin_to_send(rank)
         try:
             message = from_json(data)
             if message == GOODBYE:
@@ -277,6 +285,8 @@ class Channel:
 
     def _end(self, rank: int, how: Disconnected | None) -> None:
         self.hang_up(rank)
+        if rank in self._queued:  # it has said nothing yet, and connects again
+            return
         if self._watcher is not None:
             self._watcher.note_end(rank, how or Disconnected("it closed the connection"))
         self._inbox.put(partial(self._note_ended, rank, how))

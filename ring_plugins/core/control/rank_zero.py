@@ -8,7 +8,6 @@ unauthenticated. After a minute they go on without.
 from __future__ import annotations
 
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +15,25 @@ from typing import Any
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.linux.process import raise_open_file_limit
+from ring_plugins.core.net import auth
 from ring_plugins.core.net.acceptor import Acceptor
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, advance, wait_for
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, Rejected
 from ring_plugins.core.net.frames import FrameSocket, to_json
-from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import enable_keepalive
+from ring_plugins.core.net.user_socket import UNIX
 
 #: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.
 _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64
 #: Seconds to connect to an address, between two rounds over all addresses, and until a rank gives up.
-_CONNECT, _PAUSE, _GIVE_UP = 1.0, 0.5, 60.0
+_CONNECT, _PAUSE, _GIVE_UP = 2.0, 0.5, 60.0
 #: Attempts before giving up: a rank that was stopped for longer than that finds its first connection dropped.
 _ATTEMPTS = 5
 #: Seconds between two looks whether to stop.
 _LOOK = 0.02
 
-#: The last message on a connection.
+#: The first message and the last one. Before the first, rank 0 takes the end of a connection for an attempt that has
+#: failed: the other side may have given it up just when it was accepted.
+HELLO: list[Any] = ["hello", {}]
 GOODBYE: list[Any] = ["goodbye", {}]
 
 
@@ -96,17 +98,21 @@ def connect(rank: int, address: Mapping[str, Any], same_host: bool, is_over: Cal
         same_host: whether that is on this host.
         is_over: whether this rank leaves already.
     """
-    began, attempts = time.monotonic(), 0
+    began, attempts, secret = time.monotonic(), 0, bytes.fromhex(address["secret"])
+    places = [(UNIX + address["local"], 0)] if same_host else []
+    places += [(one, address["port"]) for one in address["addresses"] if address["port"]]
     while not is_over():
-        connected, why = _reach(address, same_host)
-        is_final = False
-        if connected is not None:
-            handshake = ClientHandshake(bytes.fromhex(address["secret"]), Purpose.CONTROL, Claim(rank))
+        why, is_final = "", False
+        for place in places:
             try:
-                return _authenticated(connected, handshake, is_over)
-            except Disconnected as error:
-                connected.close()
-                why, is_final = str(error), isinstance(error, Rejected)
+                connected = auth.connect(*place, secret, Purpose.CONTROL, Claim(rank), _CONNECT)
+            except (OSError, Disconnected) as error:
+                why, is_final = f"{place[0]} port {place[1]}: {error}", isinstance(error, Rejected)
+                continue
+            enable_keepalive(connected)
+            frames = FrameSocket(connected, Purpose.CONTROL)
+            frames.send(to_json(HELLO))
+            return frames
         attempts += 1
         if is_final or (attempts >= _ATTEMPTS and time.monotonic() - began > _GIVE_UP):
             logger.warning(
@@ -118,42 +124,3 @@ def connect(rank: int, address: Mapping[str, Any], same_host: bool, is_over: Cal
         while not is_over() and time.monotonic() < end:
             time.sleep(_LOOK)
     return None
-
-
-def _reach(address: Mapping[str, Any], same_host: bool) -> tuple[socket.socket | None, str]:
-    why = "rank 0 is on this host but does not listen"
-    if same_host:
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            local.settimeout(_CONNECT)
-            local.connect("\0" + address["local"])
-            if is_same_unix_user(local):
-                return local, ""
-            why = "another user's process listens in place of rank 0"
-        except OSError:
-            pass
-        local.close()
-    for one in address["addresses"] if address["port"] else ():
-        try:
-            return socket.create_connection((one, address["port"]), timeout=_CONNECT), ""
-        except OSError as error:
-            why = f"{one} port {address['port']}: {error}"
-    return None, why
-
-
-def _authenticated(
-    connected: socket.socket, handshake: ClientHandshake, is_over: Callable[[], bool]
-) -> FrameSocket | None:
-    """The connection once rank 0 has answered; None if this rank leaves before."""
-    enable_keepalive(connected)
-    connected.setblocking(False)
-    while not advance(connected, handshake):
-        if is_over():
-            if handshake.has_proved:  # rank 0 would take a close right after the proof for a failure
-                frames = FrameSocket(connected, Purpose.CONTROL)
-                frames.send(to_json(GOODBYE))
-                frames.write()
-            connected.close()
-            return None
-        wait_for(connected, select.POLLIN, _LOOK)
-    return FrameSocket(connected, Purpose.CONTROL)

@@ -52,6 +52,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ring_plugins.core.net.user_socket import UNIX, connect_here
+
 MAGIC, VERSION = b"ringauth", 1
 _HEADER = struct.Struct("!8sBBB")
 _CLAIM = struct.Struct("!iiq")
@@ -323,7 +325,7 @@ def connect(
     """An authenticated connection, which does not block; made again if the other side drops it before it answers.
 
     Args:
-        address, port: to connect to.
+        address, port: to connect to; the name of a unix socket after `UNIX`.
         secret, purpose, claim: as for `ClientHandshake`.
         seconds: that all of it may take.
         source: address to connect from, "" for any.
@@ -335,7 +337,10 @@ def connect(
     end = time.monotonic() + seconds
     while True:
         left = max(end - time.monotonic(), 0.01)
-        connected = socket.create_connection((address, port), left, (source, 0) if source else None)
+        if address.startswith(UNIX):
+            connected = connect_here(address.removeprefix(UNIX))
+        else:
+            connected = socket.create_connection((address, port), left, (source, 0) if source else None)
         try:
             authenticate(connected, ClientHandshake(secret, purpose, claim), end - time.monotonic())
             return connected

@@ -34,8 +34,8 @@ from ring_plugins.core.net.auth import (
     Rejected,
     advance,
 )
-from ring_plugins.core.net.socket_owner import is_same_unix_user
 from ring_plugins.core.net.tcp_options import configure
+from ring_plugins.core.net.user_socket import UNIX, connect_here
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _RETRY_SECONDS = 0.05
@@ -47,8 +47,6 @@ _HELD_UP = HANDSHAKE_SECONDS / 2
 #: port on the whole host, and the 28,000 ephemeral ports do not suffice for 64 ranks a host that connect to hundreds of
 #: others. With it, `connect` picks a port that need only be unused towards that peer.
 _IP_BIND_ADDRESS_NO_PORT = 24
-#: How addresses of unix sockets begin. They are in Linux's abstract namespace, which uses neither a file nor a port.
-UNIX = "unix:"
 
 
 class Listener:
@@ -71,7 +69,7 @@ class Listener:
         if address == UNIX:
             self.address += f"ring_plugins/{secrets.token_hex(8)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(_unix_name(self.address))
+            self._listener.bind("\0" + self.address.removeprefix(UNIX))
             self._listener.listen(1024)
         else:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -299,7 +297,10 @@ class _Attempt:
         self._began, self.has_reached_host = time.monotonic(), False
         self._handshake = ClientHandshake(self._secret, Purpose.DATA, self._claim)
         if self._peer.address.startswith(UNIX):
-            return _connect_here(self._peer.address)
+            try:
+                return connect_here(self._peer.address.removeprefix(UNIX))
+            except (BlockingIOError, PermissionError) as error:
+                raise Disconnected.by(error) from error
         family, kind, protocol, _, to = socket.getaddrinfo(
             self._peer.address, self._peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
@@ -339,32 +340,6 @@ def bind_without_port(connecting: socket.socket, source: str) -> None:
     with contextlib.suppress(OSError):  # not Linux
         connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
     connecting.bind((source, 0))
-
-
-def _unix_name(address: str) -> str:
-    return "\0" + address.removeprefix(UNIX)
-
-
-def _connect_here(address: str) -> socket.socket:
-    """A connection to a unix socket of this user.
-
-    Raises:
-        OSError: nobody listens there.
-        Disconnected: too many wait there to be accepted, or it is another user's.
-    """
-    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connecting.setblocking(False)
-        connecting.connect(_unix_name(address))
-        if not is_same_unix_user(connecting):
-            raise Disconnected("another user's process listens there")
-    except BlockingIOError as error:
-        connecting.close()
-        raise Disconnected.by(error) from error
-    except BaseException:
-        connecting.close()
-        raise
-    return connecting
 
 
 def _ready(connected: socket.socket) -> socket.socket:

@@ -8,6 +8,7 @@ kernel's list of sockets, below a name that all of them know.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -17,6 +18,8 @@ from ring_plugins.core.net.socket_owner import is_same_unix_user
 
 #: Seconds for which a connection may be silent.
 _PATIENCE = 2.0
+#: How addresses of such sockets begin where others are numeric.
+UNIX = "unix:"
 
 
 def listen_below(listener: socket.socket, name: str, backlog: int) -> None:
@@ -60,17 +63,31 @@ def connect_to(name: str) -> socket.socket | None:
     Raises:
         BlockingIOError: too many others wait to be accepted.
     """
-    connection = socket.socket(socket.AF_UNIX)
-    connection.setblocking(False)
     try:
-        connection.connect(f"\0{name}")
-        if is_same_unix_user(connection):
-            connection.settimeout(_PATIENCE)
-            return connection
+        connection = connect_here(name)
     except BlockingIOError:
-        connection.close()
         raise
     except OSError:
-        pass  # it has ended
-    connection.close()
-    return None
+        return None
+    connection.settimeout(_PATIENCE)
+    return connection
+
+
+def connect_here(name: str) -> socket.socket:
+    """A connection, which does not block, to the socket of this name.
+
+    Raises:
+        BlockingIOError: too many others wait to be accepted.
+        PermissionError: it is another user's.
+        OSError: nobody listens there.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        connection.connect(f"\0{name}")
+        if not is_same_unix_user(connection):
+            raise PermissionError(errno.EPERM, "another user's process listens there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -64,19 +64,19 @@ def test_ports_of_ranks_are_checked_before_they_are_used():
 SENDS = """
 import os
 import ring_plugins as ring
-from ring_plugins.core.rendezvous.bootstrap import Bootstrap
+from ring_plugins.core.rendezvous.bootstrap import _OtherRank
 from tests.worker import report
 
-send, sent = Bootstrap._send_own, []
+gather, sent = _OtherRank.gather, []
 
 
-def send_instead(self, server, payload):
+def send_instead(self, payload):
     sent.append(payload)
-    return send(self, server, None if len(sent) == 3 else payload)
+    return gather(self, None if len(sent) == 3 else payload)
 
 
 if os.environ["RANK"] == "1":
-    Bootstrap._send_own = send_instead
+    _OtherRank.gather = send_instead
 try:
     ring.init()
 except ring.RingError as error:
