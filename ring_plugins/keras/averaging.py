@@ -26,42 +26,34 @@ import gc
 import itertools
 import operator
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import keras
 
 from ring_plugins.core.arrays.codec import CodecName
-from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.trials import chosen_overlap
-from ring_plugins.core.world import constructed_by_all, current
-from ring_plugins.keras.backends import Exchange, Settings, backend
-from ring_plugins.keras.buckets import describe_gradient
-from ring_plugins.keras.drift import check_drift
-from ring_plugins.keras.interrupted_fit import watch_fit
+from ring_plugins.core.world import constructed_by_all
+from ring_plugins.keras.backends import Exchange, Settings, Statistics, backend
+from ring_plugins.keras.consistency import WeightComparison, check_equal_optimizers, updating_optimizers
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import reject_before_joining
+from ring_plugins.keras.patches import Patch
+from ring_plugins.keras.running_fit import AVERAGING, watch_fit
 from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
-from ring_plugins.keras.state import optimizers_of, value_of
-from ring_plugins.keras.validation import check_equal_optimizers, updating_optimizers, warn_of_gpu_copies
-from ring_plugins.observe.consistency import (
-    checksum,
-    differing_weights,
-    is_check_wanted,
-    is_compared_after,
-    membership_changes,
-)
+from ring_plugins.keras.slices import describe_gradient
+from ring_plugins.keras.state import optimizers_of
+from ring_plugins.keras.validation import warn_of_gpu_copies
 from ring_plugins.observe.training import announce_training
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
 #: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.
 BUCKET_BYTES = 4 * MIB
 
-_ATTRIBUTE = "_ring_averaging"
 _numbers = itertools.count()
 #: That replace methods of their optimizers.
 _installed: weakref.WeakSet[GradientAveraging] = weakref.WeakSet()
@@ -161,8 +153,7 @@ class GradientAveraging:
         exchange: averages the gradients; None until the optimizer's variables are known.
         is_compared: whether a `fit` without `BroadcastCallback` has compared the ranks' weights after its first step.
         sharded: divides the optimizer among the ranks; None if each has all of it.
-        compares_weights: whether steps compare weights; a `BroadcastCallback` does so between them.
-        is_equal: whether the ranks' weights are known to be equal, so that parts of them fit together.
+        weights: compares them among the ranks.
     """
 
     def __init__(
@@ -196,10 +187,9 @@ class GradientAveraging:
         self._variables: list[Any] = []
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._patch: Patch | None = None
         self._is_averaged = False  # while `stateless_apply` calls `apply`
-        self.is_equal, self.compares_weights = False, True
-        self._start = 0  # a checksum of the weights in the first step
+        self.weights = WeightComparison(optimizer)
         self.sharded: ShardedUpdates | None = None
         if shard_optimizer or is_sharded(optimizer):
             self.sharded = sharded(optimizer)
@@ -208,44 +198,42 @@ class GradientAveraging:
     # Statistics -----------------------------------------------------------------------------------
 
     @property
+    def statistics(self) -> Statistics:
+        """Of the gradients that this has averaged since its exchange was made."""
+        return self.exchange.statistics if self.exchange else Statistics()
+
+    @property
     def passes(self) -> int:
         """Steps whose gradients were averaged."""
-        return self.exchange.passes if self.exchange else 0
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds that updates waited for communication."""
-        return self.exchange.waited_seconds if self.exchange else 0.0
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of gradients reduced by the collectives."""
-        return self.exchange.reduced_bytes if self.exchange else 0
+        return self.statistics.passes
 
     # Installing and removing ------------------------------------------------------------------------
 
     @property
     def is_installed(self) -> bool:
         """Whether the instance's methods are replaced."""
-        return bool(self._originals)
+        return self._patch is not None
 
     def install(self) -> None:
         """Replace the instance's methods."""
-        if self._originals:
-            return
-        for name, replacement in (("apply", self.apply), ("stateless_apply", self.stateless_apply)):
-            self._originals[name] = getattr(self.optimizer, name)
-            self.optimizer.__dict__[name] = backend().opaque(replacement)
-        self.optimizer.__dict__[_ATTRIBUTE] = self
-        _installed.add(self)
+        if self._patch is None:
+            opaque = backend().opaque
+            methods = {"apply": opaque(self.apply), "stateless_apply": opaque(self.stateless_apply)}
+            self._patch = Patch(self.optimizer, **methods, **{AVERAGING: self})
+            _installed.add(self)
 
     def remove(self) -> None:
         """Restore the instance's methods and release memory and communicator."""
-        for name in (*self._originals, _ATTRIBUTE):
-            self.optimizer.__dict__.pop(name, None)
-        _installed.discard(self)
-        self._originals = {}
+        if self._patch is not None:
+            self._patch.restore()
+            self._patch = None
+            _installed.discard(self)
         self.release()
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        assert self._patch is not None
+        method: Callable[..., Any] = self._patch.before[name]
+        return method
 
     def communicators(self) -> list[Communicator[Any]]:
         """Those in use by steps."""
@@ -281,11 +269,11 @@ class GradientAveraging:
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average, then update. Replaces the optimizer's `apply`, with the same arguments."""
         if self._is_averaged:
-            self._originals["apply"](grads, trainable_variables)
+            self._original("apply")(grads, trainable_variables)
             return
         variables = self.variables if trainable_variables is None else list(trainable_variables)
         averages = self.average(list(grads), variables, self.rate())
-        self._originals["apply"](averages, trainable_variables)
+        self._original("apply")(averages, trainable_variables)
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -302,13 +290,13 @@ class GradientAveraging:
             grads = self.average(list(grads), self.variables, self.rate_among(optimizer_variables))
             self._is_averaged = True
         try:
-            return self._originals["stateless_apply"](optimizer_variables, grads, trainable_variables)
+            return self._original("stateless_apply")(optimizer_variables, grads, trainable_variables)
         finally:
             self._is_averaged = False
 
     def apply_averages(self, averages: list[Any], variables: list[Any]) -> None:
         """Update with gradients that are already averaged."""
-        self._originals["apply"](averages, variables)
+        self._original("apply")(averages, variables)
 
     def _rate_variables(self) -> list[Any]:
         """The variables of the learning rates; none where schedules compute them or sharded updates compare them."""
@@ -332,8 +320,8 @@ class GradientAveraging:
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
-        if self.sharded is not None and not self.is_equal:
-            self._compare_weights()
+        if self.sharded is not None and not self.weights.is_equal:
+            self.weights.before_first_step(self._variables, self.exchange.communicator)
         with rejections_told(self.exchange.communicator, "averaging gradients"):
             try:
                 indices = [self._indices[id(variable)] for variable in variables]
@@ -347,61 +335,11 @@ class GradientAveraging:
                 averages = self.exchange.average(present, rate)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
-    def _compare_weights(self) -> None:
-        """Check that all ranks begin with the same weights, since parts of different models would be put together.
-
-        Raises:
-            MismatchError: they do not.
-        """
-        self.is_equal = True
-        assert self.exchange is not None
-        with backend().at_once():
-            # During `fit` on JAX Keras has them elsewhere.
-            values = [variable._value for variable in self._variables]
-            if any(value is None for value in values):
-                return
-            names = [variable.path for variable in self._variables]
-            found = differing_weights(
-                lambda: (names, [checksum(value_of(variable)) for variable in self._variables]),
-                "before the first step",
-                self.exchange.communicator,
-            )
-        if found:
-            raise MismatchError(
-                f"{found} A sharded optimizer would put parts of different models together. Call "
-                "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() to "
-                "fit(callbacks=...)."
-            )
-
     def _compare_in_step(self) -> None:
-        """Compare weights where that is due, in a step that runs eagerly or in a host call of one; else do nothing."""
+        """Compare weights where that is due; see `WeightComparison.after_step`."""
         assert self.exchange is not None
-        steps = self.exchange.passes - 1
-        if not self.compares_weights or not (steps <= 0 or is_compared_after(steps)) or not is_check_wanted():
-            return
-        if current().recovers or membership_changes():  # ranks that have come later have taken other numbers of steps
-            return
-
-        def checksums() -> tuple[list[str], list[int]]:
-            used = [self._variables[i] for i in sorted(self._dtypes)]  # those that have gradients
-            return [variable.path for variable in used], [checksum(value_of(variable)) for variable in used]
-
-        with backend().at_once():
-            if steps <= 0:
-                self._start = zlib.crc32(repr(checksums()[1]).encode())  # told only if weights differ later
-                return
-            communicator = self.exchange.communicator
-            try:
-                check_drift(checksums, [self.optimizer], f"after {steps} steps", communicator)
-            except DriftError as error:
-                if len(set(communicator.all_gather_object(self._start))) == 1:
-                    raise
-                raise DriftError(
-                    f"{str(error).split('. ')[0]}. The ranks began with different weights: call "
-                    "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() "
-                    "to fit(callbacks=...). If they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison "
-                    "off."
-                ) from None
+        used = [self._variables[i] for i in sorted(self._dtypes)]
+        self.weights.after_step(self.passes - 1, used, self.exchange.communicator)
 
     def _check_dtypes(self, gradients: dict[int, Any]) -> None:
         """Reject gradients of another dtype than their variable's, whose bytes the buckets would misread."""
@@ -490,8 +428,13 @@ def call_if_alive(method: weakref.WeakMethod[Callable[[], Any]]) -> Callable[[],
 
 def averaging_of(optimizer: Any) -> GradientAveraging | None:
     """The averaging installed on this optimizer."""
-    found: GradientAveraging | None = vars(optimizer).get(_ATTRIBUTE)
+    found: GradientAveraging | None = vars(optimizer).get(AVERAGING)
     return found
+
+
+def averagings_of(model: Any) -> list[GradientAveraging]:
+    """Those of a model's optimizers."""
+    return list(filter(None, map(averaging_of, optimizers_of(model))))
 
 
 def averaging_optimizers() -> list[Any]:
@@ -509,9 +452,8 @@ def not_sharded(optimizer: Any) -> ArgumentError:
 
 def communication_of(model: keras.Model) -> tuple[float, int]:
     """Return the seconds waited for communication and the bytes reduced so far, summed over a model's optimizers."""
-    active: Iterable[GradientAveraging] = filter(None, map(averaging_of, optimizers_of(model)))
-    totals = [(averaging.waited_seconds, averaging.reduced_bytes) for averaging in active]
-    return sum(seconds for seconds, _ in totals), sum(nbytes for _, nbytes in totals)
+    found = [averaging.statistics for averaging in averagings_of(model)]
+    return sum(one.waited_seconds for one in found), sum(one.reduced_bytes for one in found)
 
 
 def make_train_function(model: Any) -> None:

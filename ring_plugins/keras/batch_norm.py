@@ -25,6 +25,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
+from ring_plugins.keras.patches import Patch, replaced
 
 
 def synchronize_batch_norm(model: keras.Model) -> Any:
@@ -64,6 +65,7 @@ class SynchronizedBatchNorm:
             and self._METHOD not in vars(layer)
         ]
         self._communicator: Communicator | None = None
+        self._patches: list[Patch] = []
 
     def install(self) -> None:
         """Replace the methods. Collective."""
@@ -75,14 +77,14 @@ class SynchronizedBatchNorm:
         self._communicator = world.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)
         for layer in self._layers:
-            vars(layer)[self._METHOD] = functools.partial(
-                _combined_moments, layer, getattr(layer, self._METHOD), moments
-            )
+            combined = functools.partial(_combined_moments, layer, getattr(layer, self._METHOD), moments)
+            self._patches.append(Patch(layer, **{self._METHOD: combined}))
 
     def remove(self) -> None:
         """Restore the methods."""
-        for layer in self._layers:
-            vars(layer).pop(self._METHOD, None)
+        for patch in self._patches:
+            patch.restore()
+        self._patches = []
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
@@ -92,11 +94,8 @@ def _combined_moments(
     layer: Any, own_moments: Callable[..., Any], moments: BatchMoments, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
     """Replaces a layer's `_moments`, with the same arguments and results."""
-    marked, vars(layer)["synchronized"] = layer.synchronized, False
-    try:
+    with replaced(layer, synchronized=False):
         mean, variance = own_moments(inputs, mask)
-    finally:
-        vars(layer)["synchronized"] = marked
     count = ops.size(inputs) / inputs.shape[layer.axis] if mask is None else ops.sum(ops.cast(mask, "float32"))
     own = ops.stack([mean, variance])
     combined = backend().host_call_with_gradient(moments.combine, moments.gradient, own, ops.cast(count, own.dtype))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import keras
 import numpy as np
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.arrays.result_memory import LentMemory
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
@@ -25,7 +23,7 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap, replaces
-from ring_plugins.keras.recovery import LossWatch, check_equal
+from ring_plugins.keras.consistency import LossWatch, by_rank, check_equal_after_losses
 from ring_plugins.observe.consistency import checksum
 
 T = TypeVar("T")
@@ -161,7 +159,9 @@ class HostBuckets:
         self._check_rate(rate)
         if self._losses.has_changed():
             names = [entry.name for entry in self.plan.entries]
-            check_equal(lambda: (names, [checksum(average) for average in self._averages]), self._communicator)
+            check_equal_after_losses(
+                lambda: (names, [checksum(average) for average in self._averages]), self._communicator
+            )
         averages = self._averages if self._in_place else self._handed_out()
         return {i: averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
 
@@ -227,11 +227,9 @@ class HostBuckets:
         if not np.logical_and(shares[:_BITS], shares[_BITS:]).any():
             return
         rates = self._communicator.all_gather_object(rate, "learning rate")
-        by_rank = ", ".join(
-            f"rank {rank}: {one:.7g}" for rank, one in zip(self._communicator.ranks, rates, strict=True)
-        )
+        found = by_rank([f"{one:.7g}" for one in rates], self._communicator.ranks)
         raise MismatchError(
-            f"learning rates differ among ranks ({by_rank}), so equal gradients would become different updates. Has a "
+            f"learning rates differ among ranks ({found}), so equal gradients would become different updates. Has a "
             "rank set its rate by a loss that is only its own? Decide by what is equal on all ranks, such as "
             "ring_plugins.all_reduce(loss); in fit(), add MetricAverageCallback()."
         )
@@ -293,12 +291,3 @@ def aligned(count: int, dtype: np.dtype[Any]) -> Array:
     memory = np.empty(count * dtype.itemsize + _LINE, np.uint8)
     start = -memory.ctypes.data % _LINE
     return memory[start : start + count * dtype.itemsize].view(dtype)
-
-
-def describe_gradient(index: int, variable: Any) -> Entry:
-    """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    if dtype not in STORAGE:
-        raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")
-    count = math.prod(int(length) for length in variable.shape)
-    return Entry(f"variable {index} ({variable.name})", dtype, count, f"shape {tuple(variable.shape)}")

@@ -1,106 +1,94 @@
-"""Scale learning rates with the number of ranks.
-
-A rate is stored as base times multiplier: the base is the rate for one process, and warm-up or a schedule determines
-the multiplier. A change by other callbacks (`ReduceLROnPlateau`) changes the base permanently. A rate computed by a
-`LearningRateSchedule` cannot be set; instead the optimizer's method that reads it is replaced by one that multiplies.
-
-One rule tells what a number means. Outside of `fit`, and in every file, the optimizer's variables are those for one
-process; while `fit` runs, they are the job's, and so is what a callback sets. When `fit` ends, also by an exception,
-the optimizer gets back the rate for one process (and SGD's velocities). Nobody has to guess where a value between two
-fits has come from, and a file can be continued with any number of ranks, or without this package. While `fit` runs, the
-optimizer's methods that save write the values for one process, too.
-
-Scripts print `optimizer.learning_rate` after `fit`, to see with which rate it has trained. So until the optimizer makes
-another update or gets a rate from anywhere, its method that reads the rate returns that one.
-
-Considered and rejected: to leave the variable alone and multiply wherever the update reads the rate. Then
-`ReduceLROnPlateau` would read the product and write it into the variable, and JAX would have to compile the step again
-for each change.
+"""Scale learning rates with the number of ranks: callbacks for warm-up and schedules; `rates.py` tells how.
 
 The rate is always set through `self.model.optimizer`, since Keras on JAX synchronizes the optimizer's state on that
-access; setting it on an older reference has no effect there. SGD's velocities include the rate of earlier steps, so
-they are scaled along with it (Goyal et al. 2017, arXiv 1706.02677, section 3). Changing `momentum` instead would have
-no effect once the step is traced.
+access; setting it on an older reference has no effect there.
 """
 
 from __future__ import annotations
 
 import abc
-import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.functions import was_size_asked
 from ring_plugins.keras.averaging import make_train_function
-from ring_plugins.keras.backends import backend
-from ring_plugins.keras.callback_list import call_when_over
-from ring_plugins.keras.first_step import expect_broadcast
+from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.validation import updating_optimizers
+from ring_plugins.keras.rates import Rate, has_schedule, known_rate_of, multiply_schedule, rate_of, stop_multiplying
+from ring_plugins.keras.running_fit import call_when_over, expect_broadcast
+from ring_plugins.keras.state import innermost
 
 Scaling = Literal["linear", "sqrt", "none"]
-_ATTRIBUTE = "_ring_rate"
-#: Attributes of an optimizer: with a schedule, multipliers by owner; the methods that read the rate, and that update.
-_TABLES, _METHOD, _UPDATE = "_ring_multipliers", "_get_current_learning_rate", "_backend_apply_gradients"
 
 
 class _RateCallback(keras.callbacks.Callback):
     """Sets the rate to base x multiplier(epoch), where `epoch` may be fractional."""
 
     def __init__(
-        self, steps_per_epoch: int | None, initial_learning_rate: float | None, momentum_correction: bool
+        self,
+        steps_per_epoch: int | None,
+        initial_learning_rate: float | None,
+        momentum_correction: bool,
+        scaling: Scaling,
     ) -> None:
         super().__init__()
         if steps_per_epoch is not None and (not is_number(steps_per_epoch) or steps_per_epoch < 1):
             raise ArgumentError(f"steps_per_epoch={steps_per_epoch!r} is not a positive number.")
-        given = initial_learning_rate
-        if given is not None and (not is_number(given) or not 0 <= given < math.inf):
+        if initial_learning_rate is not None and not is_factor(initial_learning_rate):
             raise ArgumentError(
-                f"initial_learning_rate={given!r} is not a learning rate: pass the number that is right for one "
-                "process."
+                f"initial_learning_rate={initial_learning_rate!r} is not a learning rate: pass the number that is "
+                "right for one process."
             )
+        scale_for(scaling, 1)
         self.steps_per_epoch = steps_per_epoch
         self.initial_learning_rate = initial_learning_rate
         self.momentum_correction = momentum_correction
-        self._rate: Rate | None = None
+        self.scaling = scaling
+        self._rate: Rate | None = None  # None if a schedule computes it
+        self._scheduled: Any = None  # the optimizer whose schedule this callback multiplies
         self._epoch = 0
         self._size = 0  # ranks of the job when the rate was last computed
         self._started = self._is_restored = False
         self._over: weakref.finalize[..., Any] | None = None
-        self._multiplied: Any = None  # the optimizer whose schedule this callback multiplies
 
     def state_dict(self) -> dict[str, Any]:
         """What a process that joins in the middle of a `fit` has to know; see keras/joining.py."""
-        has_rate = self._started and self._rate is not None
-        rate = {name: getattr(self._rate, name) for name in ("base", "scale", "_last")} if has_rate else None
+        rate = self._rate.state if self._started and self._rate is not None else None
         return {"rate": rate, "size": self._size, "epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a rate that is a number. One that a schedule computes is multiplied anew in the next epoch."""
         if state["rate"] is not None:
-            self._rate = Rate.restored(innermost(self.model.optimizer), state["rate"])
-            self._rate.begin_fit(self.model.optimizer, self.momentum_correction)
+            self._rate = rate_of(self._optimizer)
+            self._rate.begin_fit(self.model.optimizer, self.momentum_correction, state=state["rate"])
             self._started, self._size, self._epoch = True, state["size"], state["epoch"]
+
+    @property
+    def _optimizer(self) -> Any:
+        return innermost(self.model.optimizer)
 
     @abc.abstractmethod
     def _multiplier(self, epoch: float) -> float | None:
         """The multiplier of the base at this epoch; None if this callback does not set the rate there."""
 
-    def _scale(self) -> float:
-        """The multiplier of the base after warm-up."""
-        return self._rate.scale if self._rate else 1.0
+    @abc.abstractmethod
+    def _sets_at(self, batch: int) -> bool:
+        """Whether this callback sets the rate at this batch of an epoch."""
+
+    def _follow_losses(self, before: int) -> bool:
+        """Whether the rate must be set because ranks were lost or have joined; there were so many `before`."""
+        return False
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         # Before a callback restores a backup: a fit that was interrupted may not have been freed yet.
-        rate = None if self.model.optimizer is None else vars(innermost(self.model.optimizer)).get(_ATTRIBUTE)
+        rate = None if self.model.optimizer is None else known_rate_of(self._optimizer)
         if rate is not None:
             rate.end_fit(is_late=True)
 
@@ -122,7 +110,7 @@ class _RateCallback(keras.callbacks.Callback):
         if self._rate is not None:
             _ = self.model  # on JAX, gives the variables their values of the last step
             self._rate.end_fit()
-        optimizer, self._multiplied = self._multiplied, None
+        optimizer, self._scheduled = self._scheduled, None
         if optimizer is not None:
             stop_multiplying(optimizer, self)
             self._model.train_function = None  # traced with the multipliers
@@ -131,13 +119,14 @@ class _RateCallback(keras.callbacks.Callback):
         self._epoch = epoch
         if not self._started:
             self._started = True
-            self._start(innermost(self.model.optimizer), epoch)
+            self._start(self._optimizer)
 
-    def _start(self, optimizer: Any, epoch: int) -> None:
+    def _start(self, optimizer: Any) -> None:
         """Find or create the optimizer's rate, when the number of the first epoch is known."""
         self._rate, self._size = None, connect().topology.size
         if has_schedule(optimizer):
-            self._multiply(optimizer, epoch, 0)
+            self._scheduled = optimizer
+            self._multiply(0)
             return
         if not isinstance(optimizer._learning_rate, keras.Variable):
             raise ArgumentError(
@@ -149,40 +138,34 @@ class _RateCallback(keras.callbacks.Callback):
                 f"a MultiOptimizer has a learning rate for each of its optimizers, so {type(self).__name__} has none "
                 "to set. Leave the callback out, and multiply the rates of the optimizers in the script."
             )
-        is_new = _ATTRIBUTE not in vars(optimizer) and self.initial_learning_rate is None
+        is_new = known_rate_of(optimizer) is None and self.initial_learning_rate is None
         # An update of before, and no fit of ours: a checkpoint may have brought the rate of a job.
         self._is_restored = is_new and int(keras.ops.convert_to_numpy(optimizer.iterations)) > 0
-        self._rate = Rate.of(optimizer, self.initial_learning_rate)
-        self._rate.begin_fit(self.model.optimizer, self.momentum_correction)
+        self._rate = rate_of(optimizer)
+        self._rate.begin_fit(self.model.optimizer, self.momentum_correction, self.initial_learning_rate)
 
-    def _multiply(self, optimizer: Any, epoch: int, batch: int) -> None:
+    def _multiply(self, batch: int) -> None:
         """Multiply a scheduled rate from this batch on."""
         steps, epochs = self._steps(), int((self.params or {}).get("epochs") or 1)
-        wanted = [self._multiplier(epoch + step / steps) for step in range(batch, (epochs - epoch) * steps + 1)]
-        multiply_schedule(optimizer, self, [1.0 if multiplier is None else multiplier for multiplier in wanted])
-        self._multiplied = optimizer
+        numbers = range(batch, (epochs - self._epoch) * steps + 1)
+        wanted = [self._multiplier(self._epoch + number / steps) for number in numbers]
+        multiply_schedule(self._scheduled, self, [1.0 if multiplier is None else multiplier for multiplier in wanted])
         make_train_function(self.model)
-
-    def _follow_losses(self, batch: int) -> bool:
-        """Whether the rate must be set because ranks were lost; a scheduled rate is multiplied anew."""
-        self._size = connect().topology.size
-        if self._multiplied is not None:
-            self._multiply(self._multiplied, self._epoch, batch)
-        return False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if batch == 0 and self._rate is not None:
-            self._rate.follow(innermost(self.model.optimizer))
-        is_due = self._size != connect().topology.size and self._follow_losses(batch)
+            self._rate.follow(self._optimizer)
+        before, self._size = self._size, connect().topology.size
+        is_due = False
+        if before != self._size:
+            if self._scheduled is not None:
+                self._multiply(batch)
+            is_due = self._follow_losses(before)
         if self._rate is None or not (self._sets_at(batch) or is_due):
             return
         multiplier = self._multiplier(self._epoch + (batch / self._steps() if batch else 0.0))
         if multiplier is not None:
-            self._rate.set(innermost(self.model.optimizer), multiplier, self.momentum_correction)
-
-    def _sets_at(self, batch: int) -> bool:
-        """Whether this callback sets the rate at this batch of an epoch."""
-        return True
+            self._rate.set(self._optimizer, multiplier, self.momentum_correction)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
@@ -231,11 +214,10 @@ class LearningRateWarmupCallback(_RateCallback):
         scaling: Scaling = "linear",
         initial_learning_rate: float | None = None,
     ) -> None:
-        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction)
-        if not is_number(warmup_epochs) or not 0 <= warmup_epochs < math.inf:
+        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling)
+        if not is_factor(warmup_epochs):
             raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is not a number of epochs, 0 or more.")
-        scale_for(scaling, 1)
-        self.warmup_epochs, self.verbose, self.scaling = warmup_epochs, verbose, scaling
+        self.warmup_epochs, self.verbose = warmup_epochs, verbose
         self._is_over = self._has_said_rate = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,49 +227,45 @@ class LearningRateWarmupCallback(_RateCallback):
         super().load_state_dict(state)
         self._is_over = state["is_over"]
 
-    def _multipliers(self) -> tuple[float, float]:
-        """The multipliers of the base at the first step and after warm-up."""
-        return 1.0, scale_for(self.scaling, connect().topology.size)
+    def _full(self) -> float:
+        """The multiplier of the base after warm-up; before, it is 1."""
+        return scale_for(self.scaling, connect().topology.size)
 
     def _multiplier(self, epoch: float) -> float | None:
-        first, full = self._multipliers()
-        if epoch >= self.warmup_epochs:
-            return full
-        return first + (full - first) * max(epoch, 0.0) / self.warmup_epochs
+        full = self._full()
+        return full if epoch >= self.warmup_epochs else 1.0 + (full - 1.0) * max(epoch, 0.0) / self.warmup_epochs
 
-    def _start(self, optimizer: Any, epoch: int) -> None:
-        super()._start(optimizer, epoch)
+    def _start(self, optimizer: Any) -> None:
+        super()._start(optimizer)
         self._say_rate()
         self._is_over = False
         if self._rate is not None:
-            _, self._rate.scale = self._multipliers()
+            self._rate.scale = self._full()
 
-    def _follow_losses(self, batch: int) -> bool:
-        before = scale_for(self.scaling, self._size)
-        super()._follow_losses(batch)
-        after = scale_for(self.scaling, self._size)
+    def _follow_losses(self, before: int) -> bool:
+        full = self._full()
+        factor = full / scale_for(self.scaling, before)
         if self._rate is not None:
-            self._rate.scale = after
+            self._rate.scale = full
             if self._is_over:  # others may have set the rate since
-                self._rate.rescale(innermost(self.model.optimizer), after / before, self.momentum_correction)
-        if connect().topology.rank == 0 and after != before:
+                self._rate.rescale(self._optimizer, factor, self.momentum_correction)
+        if connect().topology.rank == 0 and factor != 1.0:
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
-            logger.info(f"learning rate after warm-up: {after / before:.3g} times what it was, for {ranks}")
+            logger.info(f"learning rate after warm-up: {factor:.3g} times what it was, for {ranks}")
         return False
 
     def _say_rate(self) -> None:
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
-        topology = connect().topology
-        lowest, highest = self._multipliers()
-        was_read = None
+        topology, full, was_read = connect().topology, self._full(), None
         if self._rate is not None:
             was_read, self._rate.was_read = self._rate.was_read, None
-        if topology.rank != 0 or lowest == highest or (self._has_said_rate and was_read is None):
+        if topology.rank != 0 or full == 1.0 or (self._has_said_rate and was_read is None):
             return
         self._has_said_rate = True
-        base = f"{self._rate.base * lowest:g}" if self._rate is not None else "the schedule's"
-        full = f"{self._rate.base * highest:g}" if self._rate is not None else f"{highest:g} times that"
-        text = f"learning rate: {base} for one process, {full} for {topology.size} ranks after warm-up"
+        one, all_ranks = "the schedule's", f"{full:g} times that"
+        if self._rate is not None:
+            one, all_ranks = f"{self._rate.base:g}", f"{self._rate.base * full:g}"
+        text = f"learning rate: {one} for one process, {all_ranks} for {topology.size} ranks after warm-up"
         if self._is_restored:
             logger.warning(
                 f"{text}. The optimizer has made updates before: if a callback wrote its variables during fit() by "
@@ -351,8 +329,8 @@ class LearningRateScheduleCallback(_RateCallback):
         scaling: Scaling = "none",
         initial_learning_rate: float | None = None,
     ) -> None:
-        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction)
-        if not callable(multiplier) and not (is_number(multiplier) and 0 <= multiplier < math.inf):
+        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling)
+        if not callable(multiplier) and not is_factor(multiplier):
             raise ArgumentError(
                 f"multiplier={multiplier!r} is neither a number nor a function: pass a factor of the rate, or a "
                 "function of the epoch that returns one."
@@ -362,28 +340,30 @@ class LearningRateScheduleCallback(_RateCallback):
                 raise ArgumentError(f"{name}={given!r} is not the number of an epoch.")
         if end_epoch is not None and end_epoch <= start_epoch:
             raise ArgumentError(f"end_epoch={end_epoch!r} is not after start_epoch={start_epoch!r}.")
-        scale_for(scaling, 1)
         self.multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda epoch: multiplier
-        self.start_epoch, self.end_epoch, self.staircase, self.scaling = start_epoch, end_epoch, staircase, scaling
+        self.start_epoch, self.end_epoch, self.staircase = start_epoch, end_epoch, staircase
+
+    def _warm_up(self) -> float:
+        """What a `LearningRateWarmupCallback` multiplies the rate by in the end; 1 if there is none."""
+        return self._rate.scale if self._rate else 1.0
 
     def _multiplier(self, epoch: float) -> float | None:
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return None
         own = self.multiplier(int(epoch) if self.staircase else epoch)
-        if not is_number(own) or not 0 <= own < math.inf:
+        if not is_factor(own):
             raise ArgumentError(
                 f"the multiplier of {type(self).__name__} returned {own!r} for epoch {epoch:g}, not a number that a "
                 "rate can be multiplied by."
             )
-        scale = self._scale()
+        scale = self._warm_up()
         return own * (scale if scale != 1.0 else scale_for(self.scaling, connect().topology.size))
 
     def _sets_at(self, batch: int) -> bool:
         return batch == 0 or not self.staircase
 
-    def _follow_losses(self, batch: int) -> bool:
-        super()._follow_losses(batch)
-        return self._scale() == 1.0 and self.scaling != "none"
+    def _follow_losses(self, before: int) -> bool:
+        return self._warm_up() == 1.0 and self.scaling != "none"
 
 
 def is_number(value: Any) -> bool:
@@ -394,6 +374,11 @@ def is_number(value: Any) -> bool:
         return not math.isnan(float(value))
     except (TypeError, ValueError):
         return False
+
+
+def is_factor(value: Any) -> bool:
+    """Whether a value is a number that a rate can be multiplied by: finite, zero or more."""
+    return is_number(value) and 0 <= value < math.inf
 
 
 def scale_for(scaling: Scaling, size: int) -> float:
@@ -409,227 +394,6 @@ def scale_for(scaling: Scaling, size: int) -> float:
     if scaling not in ("linear", "sqrt", "none"):
         raise ArgumentError(f'scaling={scaling!r} must be "linear", "sqrt" or "none".')
     return {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[scaling]
-
-
-class Rate:
-    """The learning rate of one optimizer, stored as base times multiplier.
-
-    Attributes:
-        base: the rate for one process.
-        scale: the multiplier after warm-up.
-        was_read: the rate of the last `fit`, if a script has read it since, and then set another.
-    """
-
-    def __init__(self, base: float) -> None:
-        self.base, self.scale = base, 1.0
-        self._last = base
-        self._is_fitting = False
-        self._corrects = True  # whether velocities are scaled along
-        self.was_read: float | None = None
-        self._optimizer: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, optimizer: Any, given: float | None) -> Rate:
-        """Return the rate of this optimizer, which is one for all callbacks of a `fit`.
-
-        Args:
-            optimizer: an optimizer whose learning rate is a number.
-            given: the rate for one process, if the user passed it.
-        """
-        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0))
-        if not rate._is_fitting:
-            rate.base = rate._last = _read_variable(optimizer)
-        rate.base = rate.base if given is None else given
-        return rate
-
-    def begin_fit(self, outer: Any, momentum_correction: bool) -> None:
-        """From now on, others that change the rate change the job's, and files hold the one for one process.
-
-        Args:
-            outer: the optimizer, or a LossScaleOptimizer around it.
-            momentum_correction: whether SGD's velocities are scaled along with the rate.
-        """
-        optimizer = innermost(outer)
-        _forget(optimizer)
-        self._is_fitting, self._corrects, self._optimizer = True, momentum_correction, weakref.ref(optimizer)
-        vars(optimizer)["get_config"] = functools.partial(self._config, weakref.ref(optimizer))
-        self.replace_saving(outer)
-
-    def end_fit(self, is_late: bool = False) -> None:
-        """Give the optimizer the rate for one process, and let it tell the one of this fit until it is used again.
-
-        Args:
-            is_late: whether a script may have set the rate since: what no callback has set is the one for one process.
-        """
-        optimizer = self._optimizer()
-        variable = None if optimizer is None else optimizer._learning_rate
-        # An exception in a step of JAX may have left the variables without values.
-        if not self._is_fitting or not isinstance(variable, keras.Variable) or variable._value is None:
-            self._is_fitting = False
-            return
-        current = _read(optimizer)
-        if is_late and current != self._last:
-            self._is_fitting = False
-            _scale(optimizer, self.base / self._last if self._corrects and self._last > 0 else 1.0)
-            return
-        self._follow(current)
-        self._is_fitting = False
-        self._assign(optimizer, current, self.base, self._corrects)
-        if self._last != current:
-            _show(optimizer, self, current)
-
-    def replace_saving(self, outer: Any) -> None:
-        """Let files hold the rate for one process; called again after the sharding has put back its own methods."""
-        while outer is not None:
-            before = vars(outer).get("save_own_variables")
-            if not isinstance(before, functools.partial):
-                vars(outer)["save_own_variables"] = functools.partial(self._save, weakref.ref(outer), before)
-            outer = getattr(outer, "inner_optimizer", None)
-
-    def _for_one_process(self, current: float) -> float:
-        if not self._is_fitting:
-            return current
-        if math.isclose(current, self._last, rel_tol=1e-6) or self._last <= 0:
-            return self.base
-        return self.base * current / self._last
-
-    def _config(self, reference: weakref.ref[Any]) -> dict[str, Any]:
-        """Replaces `get_config`."""
-        optimizer: Any = reference()
-        config: dict[str, Any] = type(optimizer).get_config(optimizer)
-        return {**config, "learning_rate": self._for_one_process(config["learning_rate"])}
-
-    def _save(self, reference: weakref.ref[Any], before: Callable[[Any], None] | None, store: Any) -> None:
-        """Replaces `save_own_variables`: while it runs, the variables have the values for one process."""
-        saved: Any = reference()
-        optimizer = innermost(saved)
-        variables, values = [], []
-        if self._is_fitting and isinstance(optimizer._learning_rate, keras.Variable):
-            current = _read(optimizer)
-            wanted = self._for_one_process(current)
-            velocities = _velocities(optimizer) if self._corrects and current > 0 and wanted != current else []
-            variables = [optimizer._learning_rate, *velocities]
-            values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
-        try:
-            for variable, value in zip(variables[1:], values[1:], strict=True):
-                variable.assign((value * (wanted / current)).astype(value.dtype))
-            if variables:
-                variables[0].assign(wanted)
-            if before is None:
-                type(saved).save_own_variables(saved, store)
-            else:
-                before(store)
-        finally:
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
-
-    @classmethod
-    def restored(cls, optimizer: Any, state: dict[str, float]) -> Rate:
-        """The rate of this optimizer with another's attributes; the callbacks of an optimizer share one object."""
-        rate: Rate = optimizer.__dict__.setdefault(_ATTRIBUTE, cls(0.0))
-        vars(rate).update(state)
-        return rate
-
-    def set(self, optimizer: Any, multiplier: float, momentum_correction: bool) -> None:
-        """Set the rate to base x multiplier.
-
-        Args:
-            optimizer: the optimizer of this rate.
-            multiplier: multiplier of the base.
-            momentum_correction: whether to scale SGD's velocities along with the rate.
-        """
-        current = _read(optimizer)
-        self._follow(current)
-        self._assign(optimizer, current, self.base * multiplier, momentum_correction)
-
-    def rescale(self, optimizer: Any, factor: float, momentum_correction: bool) -> None:
-        """Multiply the rate, whoever has set it; the base stays. Arguments as for `set`."""
-        current = _read(optimizer)
-        self._follow(current)
-        self._assign(optimizer, current, current * factor, momentum_correction)
-
-    def _assign(self, optimizer: Any, current: float, wanted: float, momentum_correction: bool) -> None:
-        new = self._last = float(np.float32(wanted))
-        if new == current:
-            return
-        optimizer.learning_rate = new
-        _scale(optimizer, new / current if momentum_correction and current > 0 else 1.0)
-
-    def follow(self, optimizer: Any) -> None:
-        """Note what others have set in this fit."""
-        self._follow(_read(optimizer))
-
-    def _follow(self, current: float) -> None:
-        self.base, self._last = self._for_one_process(current), current
-
-
-def _show(optimizer: Any, rate: Rate, seen: float) -> None:
-    """Let `optimizer.learning_rate` be the last one of `fit`, until the optimizer makes an update or gets a rate."""
-    reference, variable, left = weakref.ref(optimizer), optimizer._learning_rate, _read_variable(optimizer)
-    was_read: list[float] = []
-    with backend().at_once():
-        shown = keras.Variable(seen, trainable=False, dtype=variable.dtype, name="learning_rate")
-
-    def read() -> Any:
-        optimizer: Any = reference()
-        with backend().at_once():  # tf.train.Checkpoint restores without `assign`; during `fit` JAX has it elsewhere
-            is_other = variable._value is None or float(keras.ops.convert_to_numpy(variable._value)) != left
-        if optimizer._learning_rate is not variable or is_other:
-            _forget(optimizer)
-            return optimizer._get_current_learning_rate()
-        was_read.append(seen)
-        return shown
-
-    def update(*args: Any, **options: Any) -> None:
-        optimizer: Any = reference()
-        _forget(optimizer)
-        optimizer._backend_apply_gradients(*args, **options)
-
-    def assign(value: Any) -> Any:
-        if (optimizer := reference()) is not None:
-            _forget(optimizer)
-        rate.was_read = was_read[-1] if was_read else None
-        vars(variable).pop("assign", None)
-        return variable.assign(value)
-
-    vars(shown)["assign"] = vars(variable)["assign"] = assign
-    vars(optimizer).update({_METHOD: read, _UPDATE: update})
-
-
-def forget_last_rate(outer: Any) -> None:
-    """Let `optimizer.learning_rate` be what it is; does nothing if no `fit` with callbacks of ours has ended."""
-    for optimizer in updating_optimizers(outer):
-        _forget(optimizer)
-
-
-def _forget(optimizer: Any) -> None:
-    if _UPDATE in vars(optimizer):
-        del vars(optimizer)[_UPDATE], vars(optimizer)[_METHOD]
-        if isinstance(optimizer._learning_rate, keras.Variable):
-            vars(optimizer._learning_rate).pop("assign", None)
-
-
-def _scale(optimizer: Any, factor: float) -> None:
-    for velocity in _velocities(optimizer) if factor != 1.0 else ():
-        velocity.assign(velocity * factor)
-
-
-def _velocities(optimizer: Any) -> list[Any]:
-    """Those of SGD, which include the rate of earlier steps."""
-    return list(getattr(optimizer, "momentums", None) or []) if isinstance(optimizer, keras.optimizers.SGD) else []
-
-
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside any LossScaleOptimizer."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer
-
-
-def has_schedule(optimizer: Any) -> bool:
-    """Whether the rate is computed from the number of updates and cannot be set."""
-    # Keras 3.15.1, optimizers/base_optimizer.py:777.
-    return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
 def warn_of_steps(model: Any, epoch: int, steps: int | None) -> None:
@@ -652,47 +416,3 @@ def warn_of_steps(model: Any, epoch: int, steps: int | None) -> None:
                 "counted the steps of another number of ranks, or of other data. Make the schedule for the steps from "
                 f"{found} on, or call optimizer.iterations.assign({expected}) before fit()."
             )
-
-
-def multiply_schedule(optimizer: Any, owner: Any, multipliers: Sequence[float]) -> None:
-    """Multiply a scheduled rate in each following update; the last multiplier remains in effect.
-
-    The multipliers of several owners are multiplied. Only the instance's method that reads the rate is replaced, not
-    the schedule, so files saved with it load without this package (with the rate for one process).
-
-    Args:
-        optimizer: an optimizer with a `LearningRateSchedule`.
-        owner: the callback that multiplies; its earlier multipliers are replaced.
-        multipliers: one for each following update.
-    """
-    # Keras 3.15.1, optimizers/base_optimizer.py: `iterations` counts updates, this one also what only accumulates.
-    first = int(keras.ops.convert_to_numpy(optimizer._iterations))
-    tables: dict[int, tuple[int, np.ndarray[Any, Any]]] = optimizer.__dict__.setdefault(_TABLES, {})
-    tables[id(owner)] = first, np.asarray(multipliers, np.float32)
-    scheduled: Callable[[], Any] = type(optimizer)._get_current_learning_rate.__get__(optimizer)
-
-    def rate() -> Any:
-        current = scheduled()
-        for begin, table in tables.values():
-            update = keras.ops.clip(keras.ops.cast(optimizer._iterations, "int32") - begin, 0, len(table) - 1)
-            current = current * keras.ops.take(keras.ops.convert_to_tensor(table), update)
-        return current
-
-    optimizer.__dict__[_METHOD] = rate
-
-
-def stop_multiplying(optimizer: Any, owner: Any) -> None:
-    """Undo this owner's `multiply_schedule`; without owners the optimizer has its class's method again."""
-    tables = optimizer.__dict__.get(_TABLES, {})
-    tables.pop(id(owner), None)
-    if not tables:
-        optimizer.__dict__.pop(_TABLES, None)
-        optimizer.__dict__.pop(_METHOD, None)
-
-
-def _read(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-
-
-def _read_variable(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer._learning_rate))

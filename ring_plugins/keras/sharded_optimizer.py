@@ -21,6 +21,7 @@ average parts, each of which needs the other ranks in some case, and JAX passes 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,10 +34,11 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
-from ring_plugins.keras.backends import Slices, backend
+from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.slices import SliceGather, SliceLayout
-from ring_plugins.keras.state import PART, broadcast_array, value_of
+from ring_plugins.keras.patches import Patch
+from ring_plugins.keras.slices import Slices
+from ring_plugins.keras.state import PART, broadcast_array, innermost, nested, value_of
 from ring_plugins.observe.consistency import checksum
 
 #: Keras's optimizers that treat each element on its own.
@@ -56,13 +58,6 @@ def check_shardable(optimizer: Any) -> None:
             f"its own; {kind.__module__}.{kind.__qualname__} is not known to. Leave out shard_optimizer, or use one of "
             f"keras.optimizers: {', '.join(ELEMENTWISE)}."
         )
-
-
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside any LossScaleOptimizer."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -108,43 +103,36 @@ class ShardedUpdates:
         self.communicator: Communicator | None = None
         self.before_saving: Callable[[], None] | None = None
         self.left_to: int | None = None
-        self._layout: SliceLayout | None = None
         self._slices: Slices | None = None
-        self._gather: SliceGather | None = None
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._index_of_slot: dict[int, int] = {}  # id of a slot variable -> index of the variable it belongs to
         self._keys: dict[Any, int] = {}  # as the optimizer's own, for the parts
         self._whole_slots: dict[int, Array] = {}  # by id of a slot variable what was loaded for it, until `share`
         self._is_shared = False  # whether all ranks have been together in `share`
         self._loaded = 0  # describes the checkpoints that were loaded since
-        self._own: dict[str, Callable[..., Any]] = {}  # the methods of the optimizer's class
+        self._own: dict[str, Callable[..., Any]] = {}  # the optimizer's own methods
         self._replace()
 
     # Installing and removing ------------------------------------------------------------------------
 
     def _replace(self) -> None:
         """Replace the instance's methods."""
-        optimizer = self._optimizer
-        replacements = {
+        methods = {
             "build": self._build,
             "add_variable_from_reference": self._add_variable,
             "_apply_weight_decay": self._apply_weight_decay,
             "_backend_update_step": self._update,
         }
-        for name, replacement in replacements.items():
-            self._own[name] = getattr(optimizer, name)
-            optimizer.__dict__[name] = replacement
-        for one in _nested(self._outer):
-            one.__dict__["save_own_variables"] = lambda store, one=one: self._save(one, store)
-            one.__dict__["load_own_variables"] = lambda store, one=one: self._load(one, store)
-        optimizer.__dict__[_ATTRIBUTE] = self
+        patch = Patch(self._optimizer, **methods, **{_ATTRIBUTE: self})
+        self._own, self._patches = patch.before, [patch]
+        for one in nested(self._outer):
+            save, load = functools.partial(self._save, one), functools.partial(self._load, one)
+            self._patches.append(Patch(one, save_own_variables=save, load_own_variables=load))
 
     def _remove(self) -> None:
-        for name in (*self._own, _ATTRIBUTE):
-            self._optimizer.__dict__.pop(name, None)
-        for one in _nested(self._outer):
-            one.__dict__.pop("save_own_variables", None)
-            one.__dict__.pop("load_own_variables", None)
+        for patch in self._patches:
+            patch.restore()
+        self._patches = []
         if (rate := vars(self._optimizer).get("_ring_rate")) is not None:  # which keeps files as for one process
             rate.replace_saving(self._outer)
 
@@ -165,8 +153,7 @@ class ShardedUpdates:
         if foreign is not None:
             raise ArgumentError(f"{foreign.name} is not a keras.Variable; sharded optimizers update only those.")
         with backend().at_once():
-            self._layout = backend().slice_layout(variables, self._rank, self._size)
-            self._slices = backend().Slices(variables, self._layout)
+            self._slices = backend().Slices(variables, self._rank, self._size)
             self._indices = {id(variable): i for i, variable in enumerate(variables)}
             self._index_of_slot = {}
             self._own["build"](variables)
@@ -206,7 +193,7 @@ class ShardedUpdates:
         vars(optimizer).pop("_exclude_from_weight_decay_cache", None)  # whose keys may come again
         optimizer._trainable_variables_indices = {}
         optimizer.built = False
-        self._slices = self._layout = None
+        self._slices = None
         self._index_of_slot = {}
         return had
 
@@ -255,11 +242,9 @@ class ShardedUpdates:
             self._divide(variables, root, communicator)
         self._build_all(variables)
         self._whole_slots, self._is_shared = {}, True
-        assert self._layout is not None
         assert self._slices is not None
-        self._layout.plan.check_equal(communicator)
-        self._gather = SliceGather(self._layout, communicator, self._loaded)
-        self._slices.connect(self._gather)
+        self._slices.layout.plan.check_equal(communicator)
+        self._slices.connect(communicator, self._loaded)
 
     def _kind(self) -> str:
         """What this rank alone has as state: that of Keras, that of `_build`, or what it has loaded since."""
@@ -277,7 +262,7 @@ class ShardedUpdates:
             )
 
     def _build_all(self, variables: Sequence[Any]) -> None:
-        for optimizer in _nested(self._outer):  # the outermost builds those inside, unless it is built
+        for optimizer in nested(self._outer):  # the outermost builds those inside, unless it is built
             if not optimizer.built:
                 optimizer.build(list(variables))
 
@@ -312,8 +297,8 @@ class ShardedUpdates:
             variables = list(optimizer._trainable_variables)
             had = self._unbuild()
         self._build_all(variables)
-        assert self._layout is not None
-        self._layout.plan.check_equal(communicator)
+        assert self._slices is not None
+        self._slices.layout.plan.check_equal(communicator)
         for k, variable in enumerate(optimizer.variables):
             before = had[k] if had else None
             if before is variable:
@@ -331,7 +316,7 @@ class ShardedUpdates:
                 had[k] = before = None  # gives its memory back
             if root is not None:
                 broadcast_array(whole, root, communicator)
-            variable.assign(self._layout.cut(i, whole))
+            variable.assign(self._slices.layout.cut(i, whole))
 
     def _whole_like(self, slot: Any, i: int) -> Array:
         """Memory for all of a slot variable."""
@@ -358,7 +343,8 @@ class ShardedUpdates:
             )
         is_here = root is None or communicator.rank == root
         variables, slots = list(optimizer._trainable_variables), dict(self._index_of_slot)
-        layout = self._layout
+        assert self._slices is not None
+        layout = self._slices.layout
         had = self._unbuild()
         if is_here:
             self._remove()
@@ -367,7 +353,7 @@ class ShardedUpdates:
             self.left_to = communicator.ranks[root or 0]
         for k, before in enumerate(had):
             i = slots.get(id(before))
-            whole = value_of(before) if i is None else _gather(before, variables[i], layout, i, communicator)
+            whole = value_of(before) if i is None else _gather(before, variables[i], layout.counts(i), communicator)
             if is_here and optimizer.variables[k] is not before:
                 optimizer.variables[k].assign(whole)
             had[k] = None
@@ -412,23 +398,20 @@ class ShardedUpdates:
     def _update(self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
         """Update this rank's parts, and gather those of all ranks; replaces `_backend_update_step`."""
         self.check_is_here()
-        slices, layout = self._slices, self._layout
-        if slices is None or layout is None or self.communicator is None:
+        if self._slices is None or self.communicator is None:
             raise RingError(
                 f"this {type(self._optimizer).__name__} is sharded among the ranks, and not connected to them: an "
                 "exception has ended its last fit. Call fit() with BroadcastCallback on all ranks."
             )
         with rejections_told(self.communicator, "a sharded update"):
-            self._update_parts(slices, layout, grads, trainable_variables, learning_rate)
+            self._update_parts(self._slices, grads, trainable_variables, learning_rate)
 
-    def _update_parts(
-        self, slices: Slices, layout: SliceLayout, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any
-    ) -> None:
+    def _update_parts(self, slices: Slices, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
         optimizer = self._optimizer
         indices = [self._indices[id(variable)] for variable in variables]
         by_index = dict(zip(indices, grads, strict=True))
         # Without any variable Keras would not count the step.
-        mine = [i for i in indices if not layout.is_empty(i)] or indices[:1]
+        mine = [i for i in indices if not slices.layout.is_empty(i)] or indices[:1]
         slices.load(mine)
         parts = [slices.variables[i] for i in mine]
         gradients = [slices.cut(i, by_index[i]) for i in mine]
@@ -467,7 +450,9 @@ class ShardedUpdates:
                 yield k, value_of(variable)
             else:
                 owner = self._optimizer._trainable_variables[i]
-                yield k, _gather(variable, owner, self._layout, i, self._saving_communicator())
+                communicator = self._saving_communicator()
+                assert self._slices is not None
+                yield k, _gather(variable, owner, self._slices.layout.counts(i), communicator)
 
     def _saving_communicator(self) -> Communicator:
         if self.communicator is None:  # built, but not used yet
@@ -494,15 +479,14 @@ class ShardedUpdates:
         original(loaded, _Cut(store, slots, self._cut_loaded))
         sums = [checksum(np.asarray(store[key])) for key in store.keys()]  # noqa: SIM118 - a file may have no iterator
         self._loaded = zlib.crc32(repr(sums).encode(), self._loaded)
-        if self._gather is not None:
-            self._gather.loaded = self._loaded
+        self._slices.loaded = self._loaded
 
     def _cut_loaded(self, slot: Any, value: Any) -> Array:
         whole = np.array(value)
         if not self._is_shared:  # perhaps only this rank loads, and `share` divides what it has
             self._whole_slots[id(slot)] = whole
-        assert self._layout is not None
-        return self._layout.cut(self._index_of_slot[id(slot)], whole)
+        assert self._slices is not None
+        return self._slices.layout.cut(self._index_of_slot[id(slot)], whole)
 
 
 class _Cut:
@@ -519,24 +503,14 @@ class _Cut:
         return self._cut(self._slots[key], value) if key in self._slots else value
 
 
-def _gather(slot: Any, variable: Any, layout: SliceLayout | None, i: int, communicator: Communicator) -> Array:
+def _gather(slot: Any, variable: Any, counts: Sequence[int], communicator: Communicator) -> Array:
     """All of a slot variable. Collective."""
-    assert layout is not None
     mine = value_of(slot)
     whole = np.empty(tuple(variable.shape), mine.dtype)
     (part, dtype), (out, _) = host_array(mine), host_array(whole)
     source, target = HostMemory(part.reshape(-1), dtype), HostMemory(out.reshape(-1), dtype)
-    counts = layout.counts(i)
     communicator.start(_SAVING, lambda: communicator.all_gather(source, target, counts)).wait()
     return whole
-
-
-def _nested(optimizer: Any) -> list[Any]:
-    """An optimizer and those inside it."""
-    found = [optimizer]
-    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
-        found.append(inner)
-    return found
 
 
 def readmit(optimizer: Any) -> None:

@@ -1,26 +1,33 @@
-"""Which part of each variable a rank updates, and the gathering of everyone's parts in host memory."""
+"""Which part of each variable a rank updates, and this rank's parts as variables."""
 
 from __future__ import annotations
 
+import abc
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.gradients.fusion import FusionPlan
-from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, plan_rounds
-from ring_plugins.keras.buckets import describe_gradient
+from ring_plugins.core.gradients.fusion import Entry, FusionPlan
+from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, SliceGather, UpdateComparison, plan_rounds
 
 #: A variable with so many rows per rank is cut between rows, which leaves the ranks within a few percent of each other.
 _ROWS = 16
+
+
+def describe_gradient(index: int, variable: Any) -> Entry:
+    """Describe a variable's gradient, without its path: automatic layer names have a counter per process."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if dtype not in STORAGE:
+        raise ArgumentError(f"variable {variable.path} has dtype={dtype}, whose gradients cannot be averaged.")
+    count = math.prod(int(length) for length in variable.shape)
+    return Entry(f"variable {index} ({variable.name})", dtype, count, f"shape {tuple(variable.shape)}")
 
 
 class SliceLayout:
@@ -85,7 +92,96 @@ class SliceLayout:
         return whole.reshape(-1)[start:stop].reshape(self.shape(i))
 
 
-def new_part(variable: Any, shape: tuple[int, ...]) -> Any:
+class Slices(abc.ABC):
+    """This rank's parts of an optimizer's variables, as variables of their own that the optimizer can update.
+
+    Args:
+        variables: all variables that the optimizer updates.
+        rank, size: of the job.
+
+    Attributes:
+        layout: which parts are whose.
+        variables: by variable this rank's part: the variable itself if it is this rank's as a whole, maybe empty.
+            Only between `load` and `gather` they have values.
+
+    Raises:
+        ArgumentError: a variable is on a GPU.
+    """
+
+    #: Whether gradients may have only some rows.
+    between_rows = False
+
+    def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
+        for variable in variables:
+            if self._is_on_gpu(variable):
+                raise ArgumentError(
+                    f"{variable.path} is on a GPU; sharded optimizers update variables in the memory of CPUs. Leave "
+                    "out shard_optimizer."
+                )
+        self._wholes = list(variables)
+        self.layout = SliceLayout(variables, rank, size, self.between_rows)
+        self._parts = [i for i in range(len(variables)) if not self.layout.is_whole(i)]
+        self.variables = list(variables)
+        for i in self._parts:
+            self.variables[i] = _new_part(variables[i], self.layout.shape(i))
+
+    @abc.abstractmethod
+    def _is_on_gpu(self, variable: Any) -> bool: ...
+
+    def connect(self, communicator: Communicator[Any], loaded: int) -> None:
+        """Use this communicator from now on. `loaded` describes the checkpoints that this rank has loaded."""
+        self.loaded = loaded
+        self._comparison = UpdateComparison(
+            communicator,
+            "Each rank updates a part of the weights, so all must update in the same way: set the same options and "
+            "load the same checkpoint on all ranks.",
+        )
+        self._gather = SliceGather(self.layout.plan, self.layout.rounds, communicator)
+
+    def compare(self, options: dict[str, object]) -> None:
+        """Compare among the ranks what an update depends on besides gradients. Collective.
+
+        Raises:
+            MismatchError: on all ranks, if something differs.
+        """
+        options = {**options, "the loaded checkpoint": self.loaded}
+        if self._comparison.differs(zlib.crc32(repr(list(options.values())).encode())):
+            raise self._comparison.explain(options) or MismatchError("a sharded update differs among the ranks.")
+
+    def load(self, indices: Sequence[int]) -> None:
+        """Give these parts the values of their variables."""
+        for i in indices:
+            if not self.layout.is_whole(i):
+                self._load(i)
+
+    @abc.abstractmethod
+    def _load(self, i: int) -> None: ...
+
+    def cut(self, i: int, gradient: Any) -> Any:
+        """The part of a variable's gradient that belongs to this rank's part of the variable."""
+        return gradient if self.layout.is_whole(i) else self._cut(i, gradient)
+
+    @abc.abstractmethod
+    def _cut(self, i: int, gradient: Any) -> Any: ...
+
+    def rounds(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """By number, those with variables that were updated and are not empty, and these variables."""
+        entries = self.layout.plan.entries
+        for number, one in enumerate(self.layout.rounds):
+            if present := [i for i in one.entries if i in indices and entries[i].count]:
+                yield number, present
+
+    @abc.abstractmethod
+    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
+        """Give these variables the values of all ranks' parts. Collective; called in a step, traced or eagerly.
+
+        Args:
+            indices: of the variables that were updated, the same on all ranks.
+            options: scalars that must be equal on all ranks, by what to call them in an error.
+        """
+
+
+def _new_part(variable: Any, shape: tuple[int, ...]) -> Any:
     """A variable for this rank's part of another, which optimizers treat as that one."""
     with keras.device("cpu"):
         part = keras.Variable("zeros", shape, variable.dtype, trainable=False, autocast=False, name=variable.name)
@@ -94,93 +190,5 @@ def new_part(variable: Any, shape: tuple[int, ...]) -> Any:
     return part
 
 
-def on_gpu(name: str) -> ArgumentError:
-    """The error for a variable that is on a GPU."""
-    return ArgumentError(
-        f"{name} is on a GPU; sharded optimizers update variables in the memory of CPUs. Leave out shard_optimizer."
-    )
-
-
 def _grain(shape: Sequence[int], size: int) -> int:
     return max(1, math.prod(shape[1:])) if len(shape) > 1 and shape[0] >= _ROWS * size else 1
-
-
-class SliceGather:
-    """Gathers the parts of all ranks, and compares beforehand what the ranks have updated with.
-
-    Args:
-        layout: the parts.
-        communicator: must have no other use.
-        loaded: describes the checkpoints that this rank has loaded.
-    """
-
-    def __init__(self, layout: SliceLayout, communicator: Communicator, loaded: int) -> None:
-        self._layout, self._communicator, self.loaded = layout, communicator, loaded
-        self._buffers: dict[np.dtype[Any], Array] = {}
-        self._descriptions = HostMemory(np.zeros(communicator.size, np.int64), "int64")
-        self._own_description = HostMemory(np.zeros(1, np.int64), "int64")
-
-    def compare(self, options: Mapping[str, object]) -> None:
-        """Compare among the ranks what an update depends on besides gradients. Collective.
-
-        Raises:
-            MismatchError: on all ranks, if something differs.
-        """
-        options = {**options, "the loaded checkpoint": self.loaded}
-        description = zlib.crc32(repr(list(options.values())).encode())
-        self._own_description.array[0] = description
-        self._communicator.all_gather(self._own_description, self._descriptions, [1] * self._communicator.size)
-        if (self._descriptions.array == description).all():
-            return
-        by_rank = self._communicator.all_gather_object(options, "options of optimizer")
-        for key in options:
-            values = [theirs.get(key) for theirs in by_rank]
-            if len(set(map(repr, values))) > 1:
-                raise MismatchError(
-                    f"a sharded update differs among the ranks: {key} is {values}, in rank order. Each rank updates a "
-                    "part of the weights, so all must update in the same way: set the same options and load the same "
-                    "checkpoint on all ranks."
-                )
-        raise MismatchError("a sharded update differs among the ranks.")
-
-    def run(self, number: int, present: Sequence[int], wholes: Mapping[int, Array], own: Mapping[int, Array]) -> None:
-        """Gather the variables of a round. Collective.
-
-        Args:
-            number: of the round.
-            present: its variables that were updated, the same on all ranks; none of them is empty.
-            wholes: by variable, memory for all of it: 1-d, and of the type in which numpy stores its dtype.
-            own: by variable, this rank's part, in the same form; may be the part of `wholes` where it belongs.
-        """
-        one, layout, communicator = self._layout.rounds[number], self._layout, self._communicator
-        dtype = layout.plan.entries[one.entries[0]].dtype
-        first = sum(one.counts[: communicator.rank])
-        stop = first + one.counts[communicator.rank]
-        if one.is_direct:
-            (i,) = present
-            mine = own[i] if i in own else wholes[i][first:stop]
-            communicator.all_gather(HostMemory(mine, dtype), HostMemory(wholes[i], dtype), one.counts)
-            return
-        packed = self._buffer(number)
-        for piece in one.pieces[communicator.rank]:
-            if piece.entry in own:
-                packed[piece.offset : piece.offset + piece.stop - piece.start] = own[piece.entry]
-        communicator.all_gather(HostMemory(packed[first:stop], dtype), HostMemory(packed, dtype), one.counts)
-        wanted = set(present)
-        for pieces in one.pieces:
-            for piece in pieces:
-                if piece.entry in wanted:
-                    part = packed[piece.offset : piece.offset + piece.stop - piece.start]
-                    wholes[piece.entry][piece.start : piece.stop] = part
-
-    def _buffer(self, number: int) -> Array:
-        """Memory through which small variables are gathered."""
-        dtype = STORAGE[self._layout.plan.entries[self._layout.rounds[number].entries[0]].dtype]
-        if dtype not in self._buffers:
-            counts = [
-                one.count
-                for one in self._layout.rounds
-                if not one.is_direct and STORAGE[self._layout.plan.entries[one.entries[0]].dtype] == dtype
-            ]
-            self._buffers[dtype] = np.empty(max(counts), dtype)
-        return self._buffers[dtype][: self._layout.rounds[number].count]

@@ -22,6 +22,7 @@ from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.joining.root import Root
 from ring_plugins.core.world import current
+from ring_plugins.keras.consistency import checksums_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.consistency import checksum
@@ -86,6 +87,19 @@ def optimizers_of(model: Any) -> list[Any]:
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def nested(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside any LossScaleOptimizer, from the outermost to the one that updates."""
+    found = [optimizer]
+    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
+        found.append(inner)
+    return found
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside any LossScaleOptimizer."""
+    return nested(optimizer)[-1]
 
 
 def optimizers_among(parts: Iterable[Any]) -> list[Any]:
@@ -237,7 +251,7 @@ def weight_checksums(model: Any, all_weights: bool = False) -> tuple[list[str], 
     if hasattr(model, "jax_state_sync"):  # on JAX, Keras updates the variables during fit only on request
         model.jax_state_sync()
     weights = model.weights if all_weights else model.trainable_variables
-    return [weight.path for weight in weights], [checksum(value_of(weight)) for weight in weights]
+    return checksums_of(weights)
 
 
 def _broadcast(variable: Any, root: int, communicator: Communicator) -> Array:

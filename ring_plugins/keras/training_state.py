@@ -23,9 +23,9 @@ from ring_plugins.core.joining.join import admit, checksum_of, if_different, joi
 from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, averaging_optimizers
+from ring_plugins.keras.consistency import LossWatch, check_equal_after_losses
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import kind_of_state, set_joins_between_fits, share_state
-from ring_plugins.keras.recovery import LossWatch, check_equal
 from ring_plugins.keras.state import build_optimizer, optimizers_among, weight_checksums
 
 #: How many a process has made.
@@ -113,7 +113,7 @@ class TrainingState:
         if wants_change:
             world.elastic.change_members()
         if self._losses.has_changed() and averaging:
-            check_equal(self._checksums, world.communicator)
+            check_equal_after_losses(self._checksums, world.communicator)
         if world.elastic.changes.untold:
             world.elastic.tell_changes()
         if world.elastic.pending and (joined := admit(self._place(), added=True)):

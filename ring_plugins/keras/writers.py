@@ -28,8 +28,12 @@ from typing import Any
 
 import keras
 
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.keras.job import connect
+from ring_plugins.keras.patches import replaced
+from ring_plugins.keras.running_fit import enclosing_list
 
 #: `OrbaxCheckpoint`, which older versions of Keras do not have.
 ORBAX: tuple[type[Any], ...] = tuple(filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]))
@@ -43,8 +47,85 @@ WRITERS: tuple[type[Any], ...] = (
     keras.callbacks.TensorBoard,
     *ORBAX,
 )
+#: Those that save weights.
+_SAVERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint, *ORBAX)
 _PHASES = ("epoch", "train", "train_batch", "test", "test_batch", "predict", "predict_batch")
 _HOOKS = [f"on_{phase}_{when}" for phase in _PHASES for when in ("begin", "end")]
+
+
+def arrange(
+    callbacks: Any,
+    first: Any,
+    last: Any,
+    writes_here: Callable[[], bool],
+    written_by_one: bool,
+    recovers: bool,
+    saves_together: bool = False,
+) -> list[HeldWriter]:
+    """Move `first` to the start and `last` to the end, and leave writing to one rank.
+
+    Args:
+        callbacks: a `CallbackList`; it gets a new list, since Keras is iterating over the old one.
+        first: callback that synchronizes the state before the others read it.
+        last: callback that must run after all others.
+        writes_here: whether this rank is the one that writes now.
+        written_by_one: whether only one rank writes checkpoints and logs; only one shows a progress bar anyway.
+        recovers: whether another rank takes over if that one is lost, so that all keep the writers.
+        saves_together: whether the other ranks take part, in `last`, when one saves. Callbacks that save then come
+            after all others, which may call collectives themselves.
+
+    Returns:
+        The writers that are kept for that.
+    """
+    held: list[HeldWriter] = []
+    kept = []
+    for callback in callbacks.callbacks:
+        if callback in (first, last):
+            continue
+        if not isinstance(callback, WRITERS if written_by_one else keras.callbacks.ProgbarLogger):
+            kept.append(callback)
+        elif recovers:
+            held.append(HeldWriter(callback, writes_here))
+            kept.append(held[-1])
+        elif writes_here():
+            kept.append(callback)
+    savers = [callback for callback in kept if saves_together and isinstance(callback, _SAVERS)]
+    callbacks.callbacks = [first, *(callback for callback in kept if callback not in savers), *savers, last]
+    return held
+
+
+def show_on_one_rank(callback: Any) -> None:
+    """Leave the progress bar of the `evaluate` or `predict` that is calling `callback` to rank 0."""
+    callbacks = enclosing_list(callback)
+    if callbacks is not None and connect().topology.rank:
+        shown = keras.callbacks.ProgbarLogger
+        callbacks.callbacks = [one for one in callbacks.callbacks if not isinstance(one, shown)]
+
+
+def saves_weights(callbacks: Any) -> bool:
+    """Whether a `CallbackList` has a callback that saves weights."""
+    return any(isinstance(callback, _SAVERS) for callback in callbacks.callbacks)
+
+
+def check_formats(callbacks: Any) -> None:
+    """Refuse to save models in a format for which Keras asks an optimizer's variables rather than the optimizer.
+
+    Raises:
+        ArgumentError: a `ModelCheckpoint` writes the old HDF5 format, or an `OrbaxCheckpoint` more than weights.
+    """
+    for callback in callbacks.callbacks:
+        if isinstance(callback, ORBAX) and not callback.save_weights_only:
+            raise ArgumentError(
+                "OrbaxCheckpoint would save only a part of a sharded optimizer. Use ModelCheckpoint with the format "
+                ".keras, or OrbaxCheckpoint(save_weights_only=True)."
+            )
+        if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_weights_only:
+            continue
+        if str(callback.filepath).endswith((".h5", ".hdf5")):
+            raise ArgumentError(
+                f"ModelCheckpoint({str(callback.filepath)!r}) would save only a part of a sharded optimizer. Use the "
+                "format .keras."
+            )
 
 
 class HeldWriter(keras.callbacks.Callback):
@@ -183,16 +264,8 @@ def _without_writing(writer: Any) -> Iterator[bool]:
         nowhere = writer.summary.create_noop_writer()
         changed = {"_model": _Unsaved(writer._model), "_should_trace": False, "_should_write_train_graph": False}
         changed["_writers"] = {"train": nowhere, "val": nowhere}
-    before = dict(vars(writer))
-    vars(writer).update(changed)
-    try:
+    with replaced(writer, **changed):
         yield bool(changed)
-    finally:
-        for name in changed:
-            if name in before:
-                vars(writer)[name] = before[name]
-            else:
-                vars(writer).pop(name, None)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -233,3 +306,18 @@ def _drop_repeated_line(logger: Any) -> None:
         lines = file.read().splitlines(keepends=True)
         if len(lines) > 1 and lines[-1] == lines[-2]:
             file.truncate(sum(map(len, lines[:-1])))
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """A `keras.callbacks.ModelCheckpoint` that saves only the best model.
+
+    With a `BroadcastCallback` only the root writes; with a `MetricAverageCallback` the metric is of all ranks' data.
+
+    Args:
+        filepath: path ending in `.keras`.
+        monitor: name of the metric.
+        **options: options of `ModelCheckpoint`, such as `mode` and `save_weights_only`.
+    """
+
+    def __init__(self, filepath: str | os.PathLike[str], monitor: str = "val_loss", **options: Any) -> None:
+        super().__init__(filepath, monitor=monitor, save_best_only=True, **options)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory, Memory, host_memory
+from ring_plugins.core.base.types import Array
 
 if TYPE_CHECKING:
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
@@ -54,6 +55,11 @@ def memory_of(flat: torch.Tensor) -> Memory:
 
 def _host_memory_of(flat: torch.Tensor) -> HostMemory:
     return host_memory(known_bytes(flat), writable=True)
+
+
+def array_of(flat: torch.Tensor) -> Array:
+    """The memory of a 1-d contiguous tensor on the CPU, as numpy stores its dtype."""
+    return _host_memory_of(flat).array
 
 
 def is_only_moved(dtype: torch.dtype) -> bool:

@@ -16,8 +16,8 @@ import torch
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry, FusionPlan
-from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, Round, plan_rounds
-from ring_plugins.torch.device import memory_of
+from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, SliceGather, plan_rounds
+from ring_plugins.torch.device import array_of
 
 _address, _gradient_of = operator.methodcaller("data_ptr"), operator.attrgetter("grad")
 
@@ -54,16 +54,8 @@ class ParameterSlices:
         self.pieces = [piece for one in self._rounds for piece in one.pieces[rank]]
         self._addresses = list(map(_address, self.parameters))
         self.tensors = [self._view(piece) for piece in self.pieces]
-        largest: dict[torch.dtype, int] = {}
-        for one in self._rounds:
-            dtype = self.parameters[one.entries[0]].dtype
-            largest[dtype] = max(largest.get(dtype, 0), 0 if one.is_direct else one.count)
-        #: By dtype the memory through which small parameters are gathered.
-        self._buffers = {
-            dtype: torch.empty(count, dtype=dtype, device=self.parameters[0].device) for dtype, count in largest.items()
-        }
-        self._gathers: list[_DirectGather | _PackedGather] = []
-        self._prepare_gathers()
+        self._gather = SliceGather(plan, self._rounds, communicator)
+        self._map_memory()
 
     def _view(self, piece: Piece) -> torch.Tensor:
         parameter = self.parameters[piece.entry].detach()
@@ -75,14 +67,10 @@ class ParameterSlices:
         """Whether a piece is the whole parameter, whose shape its tensor then has."""
         return piece.stop - piece.start == self.parameters[piece.entry].numel()
 
-    def _prepare_gathers(self) -> None:
-        flats = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.parameters]
-        self._gathers = [
-            _DirectGather(one, flats, self._communicator)
-            if one.is_direct
-            else _PackedGather(one, flats, self._buffers[flats[one.entries[0]].dtype], self._communicator)
-            for one in self._rounds
-        ]
+    def _map_memory(self) -> None:
+        self._flats = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.parameters]
+        self._wholes = dict(enumerate(map(array_of, self._flats)))
+        self._own = {piece.entry: self._wholes[piece.entry][piece.start : piece.stop] for piece in self.pieces}
 
     def follow_parameters(self) -> bool:
         """Make the tensors views of the parameters' memory as it is now: a script may have replaced `p.data`.
@@ -104,7 +92,7 @@ class ParameterSlices:
                 )
         for piece, tensor in zip(self.pieces, self.tensors, strict=True):
             tensor.data = self._view(piece)
-        self._prepare_gathers()
+        self._map_memory()
         self._addresses = addresses
         return True
 
@@ -137,9 +125,11 @@ class ParameterSlices:
         Args:
             gradients: a parameter without one was not updated. The same are None on all ranks.
         """
-        for gather in self._gathers:
-            if any(gradients[entry] is not None for entry in gather.entries):
-                gather.run()
+        for number, one in enumerate(self._rounds):
+            if any(gradients[entry] is not None for entry in one.entries):
+                self._gather.run(number, one.entries, self._wholes, self._own)
+                # Autograd then notices a backward that comes too late.
+                torch.autograd.graph.increment_version([self._flats[entry] for entry in one.entries])
 
     def state_by_round(self, state: dict[torch.Tensor, dict[str, Any]]) -> list[dict[int, tuple[int, int, Any]]]:
         """Per round, this rank's state: by entry start, stop, and the state of that piece."""
@@ -152,48 +142,6 @@ class ParameterSlices:
             }
             for one in self._rounds
         ]
-
-
-class _DirectGather:
-    """Gathers a large parameter where it lies."""
-
-    def __init__(self, one: Round, flats: Sequence[torch.Tensor], communicator: Communicator[Any]) -> None:
-        self.entries, self._counts, self._communicator = one.entries, one.counts, communicator
-        flat = flats[one.entries[0]]
-        start = sum(one.counts[: communicator.rank])
-        self._flat, self._out = flat, memory_of(flat)
-        self._mine = memory_of(flat[start : start + one.counts[communicator.rank]])
-
-    def run(self) -> None:
-        self._communicator.all_gather(self._mine, self._out, self._counts)
-        torch.autograd.graph.increment_version(self._flat)  # autograd then notices a backward that comes too late
-
-
-class _PackedGather:
-    """Gathers small parameters through a buffer."""
-
-    def __init__(
-        self, one: Round, flats: Sequence[torch.Tensor], buffer: torch.Tensor, communicator: Communicator[Any]
-    ) -> None:
-        self.entries, self._counts, self._communicator = one.entries, one.counts, communicator
-        packed = buffer[: one.count]
-        start = sum(one.counts[: communicator.rank])
-        self._out = memory_of(packed)
-        self._mine = memory_of(packed[start : start + one.counts[communicator.rank]])
-        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for rank, pieces in enumerate(one.pieces):
-            for piece in pieces:
-                place = packed[piece.offset : piece.offset + piece.stop - piece.start]
-                pair = flats[piece.entry][piece.start : piece.stop], place
-                (self._own if rank == communicator.rank else self._others).append(pair)
-
-    def run(self) -> None:
-        if self._own:
-            torch._foreach_copy_([place for _, place in self._own], [flat for flat, _ in self._own])
-        self._communicator.all_gather(self._mine, self._out, self._counts)
-        if self._others:
-            torch._foreach_copy_([flat for flat, _ in self._others], [place for _, place in self._others])
 
 
 _Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]

@@ -29,14 +29,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
+from ring_plugins.core.gradients.slices import UpdateComparison
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import differing_weights
 from ring_plugins.torch.consistency import parameter_checksums
@@ -262,9 +261,9 @@ class _SlicedUpdates:
         self._has_compared_weights = False
         self._adopted = 0  # describes the state that was loaded
         self._options: tuple[list[Any], int] = [], 0
-        #: Every rank's description of its next update.
-        self._descriptions = HostMemory(np.zeros(communicator.size, np.int64), "int64")
-        self._own_description = HostMemory(np.zeros(1, np.int64), "int64")
+        self._comparison = UpdateComparison(
+            communicator, "All ranks must update the same parameters with the same options."
+        )
         self._finalizer = weakref.finalize(self, communicator.discard)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         try:
@@ -384,11 +383,8 @@ class _SlicedUpdates:
         present = bytes(gradient is not None for some in gradients for gradient in some)
         sparse = any(g is not None and g.is_sparse for some in gradients for g in some) and not self._whole_tensors
         description = zlib.crc32(present, self._options_hash()) << 1 | sparse
-        self._own_description.array[0] = description
-        counts = [1] * self._communicator.size
-        self._communicator.all_gather(self._own_description, self._descriptions, counts)
-        if sparse or (self._descriptions.array != description).any():
-            self._explain_difference(gradients)
+        if self._comparison.differs(description) or sparse:
+            raise self._difference(gradients)
         if not self._has_compared_weights:  # on all ranks, since all have loaded a state equally often
             self._compare_weights()
 
@@ -399,8 +395,8 @@ class _SlicedUpdates:
             self._options = plain, zlib.crc32(repr(plain).encode(), self._adopted)
         return self._options[1]
 
-    def _explain_difference(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Raise the `MismatchError` for ranks that are about to make different updates."""
+    def _difference(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> MismatchError:
+        """The error for ranks that are about to make different updates, or one that cannot be divided. Collective."""
         own: dict[str, str] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             options = _comparable(group).items()
@@ -410,20 +406,15 @@ class _SlicedUpdates:
                 is_sparse = gradient is not None and gradient.is_sparse and not self._whole_tensors
                 own[f"the gradient of {name}"] = "None" if gradient is None else "sparse" if is_sparse else "there"
         own["the loaded state"] = f"number {self._adopted}"
-        by_rank = self._communicator.all_gather_object(own, "gradients of sharded optimizer")
-        for key in own:
-            values = [theirs.get(key, "missing") for theirs in by_rank]
-            if len(set(values)) > 1:
-                raise MismatchError(
-                    f"a sharded update differs among the ranks: {key} is {values}, in rank order. All ranks must "
-                    "update the same parameters with the same options."
-                )
-            if values[0] == "sparse":
-                raise MismatchError(
-                    f"{key} is sparse and cannot be cut into slices; use shard='tensors', or make gradients dense with "
-                    "sparse='densify'."
-                )
-        raise MismatchError("a sharded update differs among the ranks.")
+        if found := self._comparison.explain(own):
+            return found
+        key = next((key for key, kind in own.items() if kind == "sparse"), None)
+        if key is None:
+            return MismatchError("a sharded update differs among the ranks.")
+        return MismatchError(
+            f"{key} is sparse and cannot be cut into slices; use shard='tensors', or make gradients dense with "
+            "sparse='densify'."
+        )
 
     def _compare_weights(self) -> None:
         named: Any = self._named()

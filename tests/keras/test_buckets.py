@@ -103,7 +103,7 @@ def test_optimizers_with_other_options_are_rejected_by_name():
     import keras
 
     from ring_plugins.core.base.errors import MismatchError
-    from ring_plugins.keras.validation import check_equal_learning_rates, check_equal_optimizers
+    from ring_plugins.keras.consistency import check_equal_learning_rates, check_equal_optimizers
 
     def rate(rank):
         return keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.9)

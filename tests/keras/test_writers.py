@@ -7,8 +7,7 @@ import keras
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.keras.callback_list import arrange, check_formats, saves_weights
-from ring_plugins.keras.writers import HeldWriter
+from ring_plugins.keras.writers import HeldWriter, arrange, check_formats, saves_weights
 
 
 class Model:

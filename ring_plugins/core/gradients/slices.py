@@ -15,16 +15,25 @@ tensor has one owner; the largest are assigned first, to the rank that has least
 together, such as the rows of a table of which only some rows have gradients, cuts move to the nearest place between.
 
 All this is arithmetic on sizes, the same on all ranks.
+
+Before an update the ranks compare what it depends on (`UpdateComparison`): parts of different updates do not fit
+together. After it, everyone's slices are gathered (`SliceGather`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.arrays.memory import slices
+from ring_plugins.core.arrays.memory import HostMemory, slices
+from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, DIRECT_BYTES, Bucket, BucketSizes, Entry, FusionPlan
 
 #: Small tensors travel in rounds of this size, which is also the most memory that packing them takes.
@@ -144,3 +153,83 @@ def _between_grains(end: int, members: Sequence[int], entries: Sequence[Entry], 
             return first + round((end - first) / grains[entry]) * grains[entry]
         first += entries[entry].count
     return end
+
+
+class UpdateComparison:
+    """Compares among the ranks what a sharded update depends on.
+
+    Args:
+        communicator: must have no other use.
+        remedy: ends the text of the error.
+    """
+
+    def __init__(self, communicator: Communicator[Any], remedy: str) -> None:
+        self._communicator, self._remedy = communicator, remedy
+        self._all = HostMemory(np.zeros(communicator.size, np.int64), "int64")
+        self._own = HostMemory(np.zeros(1, np.int64), "int64")
+
+    def differs(self, description: int) -> bool:
+        """Whether a number that describes the next update differs among the ranks. Collective."""
+        self._own.array[0] = description
+        self._communicator.all_gather(self._own, self._all, [1] * self._communicator.size)
+        return bool((self._all.array != description).any())
+
+    def explain(self, own: Mapping[str, object]) -> MismatchError | None:
+        """The error that names the first thing, of all that updates depend on, that differs; None if none does.
+
+        Collective.
+        """
+        by_rank = self._communicator.all_gather_object(dict(own), "what a sharded update depends on")
+        for name in own:
+            values = [theirs.get(name, "missing") for theirs in by_rank]
+            if len(set(map(repr, values))) > 1:
+                return MismatchError(
+                    f"a sharded update differs among the ranks: {name} is {values}, in rank order. {self._remedy}"
+                )
+        return None
+
+
+class SliceGather:
+    """Gathers the slices of all ranks in host memory: a large tensor where it lies, small ones through a buffer.
+
+    Args:
+        plan: the tensors.
+        rounds: how they are gathered.
+        communicator: must have no other use.
+    """
+
+    def __init__(self, plan: FusionPlan, rounds: Sequence[Round], communicator: Communicator[Any]) -> None:
+        self._rounds, self._communicator = rounds, communicator
+        self._dtypes = [plan.entries[one.entries[0]].dtype for one in rounds]
+        counts: dict[Any, int] = {}
+        for one, dtype in zip(rounds, self._dtypes, strict=True):
+            if not one.is_direct:
+                counts[STORAGE[dtype]] = max(one.count, counts.get(STORAGE[dtype], 0))
+        self._buffers = {storage: np.empty(count, storage) for storage, count in counts.items()}
+
+    def run(self, number: int, present: Container[int], wholes: Mapping[int, Array], own: Mapping[int, Array]) -> None:
+        """Gather the tensors of a round. Collective.
+
+        Args:
+            number: of the round.
+            present: its tensors that were updated, the same on all ranks, and at least one.
+            wholes: by tensor, memory for all of it: 1-d, and of the type in which numpy stores its dtype.
+            own: by tensor, this rank's slice, in the same form; may be the part of `wholes` where it belongs.
+        """
+        one, dtype, communicator = self._rounds[number], self._dtypes[number], self._communicator
+        first = sum(one.counts[: communicator.rank])
+        stop = first + one.counts[communicator.rank]
+        if one.is_direct:
+            (i,) = one.entries
+            mine = own[i] if i in own else wholes[i][first:stop]
+            communicator.all_gather(HostMemory(mine, dtype), HostMemory(wholes[i], dtype), one.counts)
+            return
+        packed = self._buffers[STORAGE[dtype]][: one.count]
+        for piece in one.pieces[communicator.rank]:
+            if piece.entry in own:
+                packed[piece.offset : piece.offset + piece.stop - piece.start] = own[piece.entry]
+        communicator.all_gather(HostMemory(packed[first:stop], dtype), HostMemory(packed, dtype), one.counts)
+        for piece in itertools.chain(*one.pieces):
+            if piece.entry in present:
+                part = packed[piece.offset : piece.offset + piece.stop - piece.start]
+                wholes[piece.entry][piece.start : piece.stop] = part

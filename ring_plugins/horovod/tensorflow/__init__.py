@@ -38,8 +38,8 @@ from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all it
 from ring_plugins.horovod.tensorflow.collectives import as_it_is
 from ring_plugins.keras.averaging import BUCKET_BYTES
 from ring_plugins.keras.backends import Exchange, Settings, backend
-from ring_plugins.keras.buckets import describe_gradient
 from ring_plugins.keras.job import capture_exceptions, connect
+from ring_plugins.keras.slices import describe_gradient
 from ring_plugins.keras.state import broadcast_all, broadcast_values
 from ring_plugins.other_names import no_attribute
 

@@ -1,27 +1,28 @@
 """The interface of Keras backends, and the choice of the running one.
 
-A backend is a module with the functions of `Backend` and a class `Exchange`. Only the running backend's module is
-imported, and only that module imports the framework.
+Each backend is a module with a `BACKEND`. Only that of the running backend is imported, and it imports the framework.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 
 from ring_plugins.core.arrays.codec import CodecName, Compression
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.trials import Wanted
 from ring_plugins.core.joining.root import Root
-from ring_plugins.keras.slices import SliceGather, SliceLayout
+from ring_plugins.keras.slices import Slices
 
 _KNOWN = ("tensorflow", "torch", "jax")
 
@@ -57,7 +58,15 @@ class Settings(NamedTuple):
         return Compression.named(self.compression, self.error_feedback)
 
 
-class Exchange(Protocol):
+class Statistics(NamedTuple):
+    """Of an exchange: steps whose gradients were averaged, seconds that updates waited, and bytes reduced."""
+
+    passes: int = 0
+    waited_seconds: float = 0.0
+    reduced_bytes: int = 0
+
+
+class Exchange(abc.ABC):
     """Takes the gradients of one optimizer out of the framework's step and puts their averages back.
 
     Args:
@@ -69,23 +78,23 @@ class Exchange(Protocol):
 
     Attributes:
         communicator: between the ranks; nothing else uses it.
-        passes: steps whose gradients were averaged.
-        waited_seconds: seconds that updates waited for communication.
-        reduced_bytes: bytes of gradients reduced by the collectives.
+        buckets: what averages; None as long as they are not planned.
     """
 
-    @property
-    def communicator(self) -> Communicator[Any]: ...
+    communicator: Communicator[Any]
+    buckets: Any = None
+
+    @abc.abstractmethod
+    def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None: ...
 
     @property
-    def passes(self) -> int: ...
+    def statistics(self) -> Statistics:
+        if self.buckets is None:
+            return Statistics()
+        reducer = self.buckets.reducer
+        return Statistics(reducer.passes, reducer.waited, reducer.reduced_bytes)
 
-    @property
-    def waited_seconds(self) -> float: ...
-
-    @property
-    def reduced_bytes(self) -> int: ...
-
+    @abc.abstractmethod
     def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
         """Average gradients, by index of their variables. Called in `optimizer.apply`, traced or eagerly.
 
@@ -97,62 +106,31 @@ class Exchange(Protocol):
 
     def release(self) -> None:
         """Release hooks, memory and communicator."""
+        if self.buckets is not None:
+            self.buckets.release()
+        self.communicator.close()
 
 
-class Slices(Protocol):
-    """This rank's parts of an optimizer's variables, as variables of their own that the optimizer can update.
+class Backend:
+    """What the backends of Keras do differently. What is defined here is right for those that say nothing else."""
 
-    Args:
-        variables: all variables that the optimizer updates.
-        layout: which parts of them are this rank's.
+    Exchange: type[Exchange]
+    Slices: type[Slices]
 
-    Attributes:
-        variables: by variable this rank's part: the variable itself if it is this rank's as a whole, maybe empty.
-            Only between `load` and `gather` they have values.
+    #: The variable by which NCCL is requested to average on GPUs; None if it does so anyway.
+    nccl: config.Variable[bool] | None = None
 
-    Raises:
-        ArgumentError: a variable is on a GPU.
-    """
-
-    variables: list[Any]
-
-    def connect(self, gather: SliceGather) -> None:
-        """Use this from now on to gather parts."""
-
-    def load(self, indices: Sequence[int]) -> None:
-        """Give these parts the values of their variables."""
-
-    def cut(self, i: int, gradient: Any) -> Any:
-        """The part of a variable's gradient that belongs to this rank's part of the variable."""
-
-    def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
-        """Give these variables the values of all ranks' parts. Collective; called in a step, traced or eagerly.
-
-        Args:
-            indices: of the variables that were updated, the same on all ranks.
-            options: scalars that must be equal on all ranks, by what to call them in an error.
-        """
-
-
-class Backend(Protocol):
-    """The module of a backend."""
-
-    def Slices(self, variables: Sequence[Any], layout: SliceLayout) -> Slices:  # noqa: N802 - a class
-        """Create the `Slices` of an optimizer."""
-
-    def slice_layout(self, variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
-        """Decide which parts of an optimizer's variables are whose."""
-
-    def Exchange(  # noqa: N802 - a class
-        self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings
-    ) -> Exchange:
-        """Create the `Exchange` of an optimizer. Collective."""
+    def has_gpus(self) -> bool:
+        """Whether the framework computes on GPUs; for backends with a variable."""
+        return False
 
     def at_once(self) -> contextlib.AbstractContextManager[Any]:
         """Let what is computed inside be computed now, also while a step is traced, if the framework can."""
+        return contextlib.nullcontext()
 
     def opaque(self, function: Callable[..., T]) -> Callable[..., T]:
         """Keep the framework's compiler from tracing a function that calls collectives."""
+        return function
 
     def forget_traces(self, optimizer: Any) -> None:
         """Have the script's own compiled functions, which may have updated with this optimizer, compiled anew.
@@ -163,15 +141,22 @@ class Backend(Protocol):
 
     def choose(self, condition: Any, yes: Callable[[], T], no: Callable[[], T]) -> T:
         """Call one of two functions with equal result types; works in a compiled step too."""
+        return yes() if condition else no()
 
     def to_dense(self, gradient: Any) -> Any:
         """Convert a sparse gradient to a dense tensor; return others unchanged."""
+        return gradient
 
     def check_other_parallelism(self, model: Any) -> None:
         """Raise ArgumentError if the framework already trains this model on several processes or devices."""
 
     def is_lazy(self, model: Any) -> bool:
-        """Whether the model gets its variables only with the first batch."""
+        """Whether the model gets its variables only with the first batch, not before any callback is called."""
+        return False
+
+    def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
+        """Build a lazy model from the shapes of the first batch, run `action`, and then the first step."""
+        action()
 
     def make_train_function(self, model: Any, averaging: Any) -> None:
         """Rebuild the model's train function with the replaced methods. Setting it to None reverts that.
@@ -180,9 +165,7 @@ class Backend(Protocol):
             model: a compiled Keras model.
             averaging: the `GradientAveraging` of its optimizer, or None.
         """
-
-    def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
-        """Build a lazy model from the shapes of the first batch, run `action`, and then the first step."""
+        model.make_train_function(force=True)
 
     def host_call_with_gradient(
         self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
@@ -199,6 +182,7 @@ class Backend(Protocol):
         Returns:
             The result as a tensor.
         """
+        raise NotImplementedError
 
     def offset_seed(self, communicator: Communicator, root: Root) -> None:
         """Seed the framework's global generator differently on each rank, if layers use it. Collective."""
@@ -206,7 +190,7 @@ class Backend(Protocol):
 
 @functools.cache
 def backend() -> Backend:
-    """Return the module for the backend that Keras runs on.
+    """Return the backend that Keras runs on.
 
     Raises:
         ArgumentError: the backend cannot train (numpy, openvino).
@@ -214,4 +198,5 @@ def backend() -> Backend:
     name = keras.backend.backend()
     if name not in _KNOWN:
         raise ArgumentError(f"KERAS_BACKEND={name!r} has no gradients to average; use one of {', '.join(_KNOWN)}.")
-    return cast("Backend", importlib.import_module(f"ring_plugins.keras.backends.{name}"))
+    found: Backend = importlib.import_module(f"ring_plugins.keras.backends.{name}").BACKEND
+    return found

@@ -1,6 +1,6 @@
 """Average JAX's gradients on CUDA GPUs: NCCL reduces the buffers of the compiled step, in order with its stream.
 
-XLA calls us while it queues the kernels of a step (`jax_ffi.DeviceCalls`), and passes the addresses of its buffers and
+XLA calls us while it queues the kernels of a step (`jax_ffi.call_on_gpu`), and passes the addresses of its buffers and
 its stream. So nothing is copied to the host, and nobody waits there:
 
 - One call for each bucket lets the communication stream wait for XLA's stream, which has then computed the bucket, and
@@ -29,7 +29,6 @@ import jax
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
-from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
@@ -38,12 +37,9 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.world import current
-from ring_plugins.keras.backends.jax_ffi import DeviceCalls, find_target
+from ring_plugins.keras.backends.jax_ffi import call_on_gpu, has_buffer_callback
 from ring_plugins.keras.buckets import call_weakly
 from ring_plugins.keras.validation import all_use_nccl
-
-#: XLA's name for the platform that the calls are compiled for.
-PLATFORM = "CUDA"
 
 
 class XlaStreams:
@@ -85,12 +81,12 @@ def connect(name: str, host: Communicator) -> Connection | None:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
         ArgumentError: this version of JAX passes no pointers.
     """
-    if not all_use_nccl(config.JAX_NCCL.get() and computes_on_gpus(), "JAX", "RING_JAX_NCCL", host):
+    if not all_use_nccl(computes_on_gpus(), "JAX", host):
         return None
-    if find_target(PLATFORM) is None:
+    if not has_buffer_callback():
         raise ArgumentError(
-            f"RING_JAX_NCCL=1 needs the foreign function interface of JAX 0.5 or newer, and this is {jax.__version__}; "
-            "upgrade JAX, or set RING_JAX_NCCL=0 on all ranks."
+            f"RING_JAX_NCCL=1 needs jax.experimental.buffer_callback, which JAX {jax.__version__} lacks; upgrade JAX, "
+            "or set RING_JAX_NCCL=0 on all ranks."
         )
     with jax.ensure_compile_time_eval():  # the step may be under construction
         device = load_driver().device_of(jax.numpy.zeros(1).unsafe_buffer_pointer())
@@ -129,7 +125,6 @@ class DeviceBuckets:
         self._large: dict[int, list[DeviceMemory]] = {}  # those of this step, by bucket
         self._given: list[int] = []  # addresses of all of them
         self.reducer = GradientReducer(self, self._communicator, Op.SUM)  # they are scaled already
-        self._calls = DeviceCalls(PLATFORM)
         self._compiled = jax.jit(call_weakly(self._average))
 
     # While a step is traced -------------------------------------------------------------------------
@@ -159,12 +154,11 @@ class DeviceBuckets:
             operands = [jax.numpy.concatenate(small)] if sum(self._counts[bucket.index]) else []
             operands += [scaled[i] for i in bucket.direct]
             if operands:
-                give = functools.partial(call_weakly(self._give), bucket.index)
-                parts[bucket.index] = self._call(("bucket", bucket.index), give, operands)
+                parts[bucket.index] = call_on_gpu(functools.partial(call_weakly(self._give), bucket.index), operands)
         if not parts:
             return dict(gradients)
         flat = [part for of_bucket in parts.values() for part in of_bucket]
-        results = iter(self._call("averages", call_weakly(self._finish), flat))
+        results = iter(call_on_gpu(call_weakly(self._finish), flat))
         averages = dict(gradients)
         for index in parts:
             if sum(self._counts[index]):
@@ -173,11 +167,6 @@ class DeviceBuckets:
                     averages[i] = part.reshape(gradients[i].shape)
             averages.update({i: next(results) for i in self.plan.buckets[index].direct})
         return averages
-
-    def _call(self, key: Any, function: Any, operands: list[Any]) -> list[Any]:
-        results = self._calls.in_place(key, function, operands)
-        assert results is not None  # `connect` has found the interface
-        return results
 
     # In every step, called by XLA -------------------------------------------------------------------
 

@@ -22,21 +22,22 @@ import tensorflow as tf
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.arrays.result_memory import kept_results
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
-from ring_plugins.core.joining.root import Root
+from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
 from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
-from ring_plugins.keras.slices import SliceGather, SliceLayout, new_part, on_gpu
+from ring_plugins.keras.patches import replaced
 from ring_plugins.keras.state import SEED_STRIDE
 
 
-class Exchange:
-    """See the protocol. Buckets are planned when the first gradients are known, since sparse ones need no bucket.
+class Exchange(backends.Exchange):
+    """See the base class. Buckets are planned when the first gradients are known, since sparse ones need no bucket.
 
     Where other processes may join, there are no sparse ones, and they need the buckets before their first step.
     """
@@ -50,20 +51,8 @@ class Exchange:
         if connect().replaces:
             self.buckets = self._plan()
 
-    @property
-    def passes(self) -> int:
-        return self.buckets.reducer.passes if self.buckets else 0
-
-    @property
-    def waited_seconds(self) -> float:
-        return self.buckets.reducer.waited if self.buckets else 0.0
-
-    @property
-    def reduced_bytes(self) -> int:
-        return self.buckets.reducer.reduced_bytes if self.buckets else 0
-
     def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
-        """See the protocol; sparse gradients stay sparse.
+        """See the base class; sparse gradients stay sparse.
 
         Raises:
             InsideXla: the function being traced will be compiled by XLA.
@@ -122,11 +111,6 @@ class Exchange:
             averages = tf.nest.flatten(averages)
         return {i: tf.ensure_shape(average, dense[i].shape) for i, average in zip(indices, averages, strict=True)}
 
-    def release(self) -> None:
-        if self.buckets is not None:
-            self.buckets.release()
-        self.communicator.close()
-
 
 def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
     """Average a sparse gradient by concatenating the rows of all ranks.
@@ -162,53 +146,39 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def slice_layout(variables: Sequence[Any], rank: int, size: int) -> SliceLayout:
-    """See the protocol. Sparse gradients have rows."""
-    return SliceLayout(variables, rank, size, between_rows=True)
-
-
-class Slices:
-    """See the protocol.
+class Slices(slices.Slices):
+    """See the base class.
 
     Parts are variables, since Keras lets TensorFlow update only those, but have memory only during an update. Gathered
     values are written to memory that nothing refers to any more and that the variables adopt, so they are not copied.
     """
 
-    def __init__(self, variables: Sequence[Any], layout: SliceLayout) -> None:
-        self._wholes, self._layout = list(variables), layout
-        for variable in variables:
-            if "GPU" in variable.value.device:
-                raise on_gpu(variable.path)
-        self._own = [i for i in range(len(variables)) if not layout.is_whole(i) and not layout.is_empty(i)]
-        self.variables = [
-            variable if layout.is_whole(i) else new_part(variable, layout.shape(i))
-            for i, variable in enumerate(variables)
-        ]
-        self._free(self._own)
+    between_rows = True
 
-    def connect(self, gather: SliceGather) -> None:
-        self._gather = gather
+    def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
+        super().__init__(variables, rank, size)
+        self._parts = [i for i in self._parts if not self.layout.is_empty(i)]
+        self._free(self._parts)
 
-    def load(self, indices: Sequence[int]) -> None:
-        for i in indices:
-            if not self._layout.is_whole(i):
-                _assign(self.variables[i], self._cut_dense(i, self._wholes[i].value))
+    def _is_on_gpu(self, variable: Any) -> bool:
+        return "GPU" in variable.value.device
+
+    def _load(self, i: int) -> None:
+        _assign(self.variables[i], self._cut_dense(i, self._wholes[i].value))
 
     def _cut_dense(self, i: int, whole: Any) -> Any:
-        rows = self._layout.rows(i)
-        if rows is not None and len(self._layout.shape(i)) == len(whole.shape):
+        rows = self.layout.rows(i)
+        if rows is not None and len(self.layout.shape(i)) == len(whole.shape):
             return whole[rows[0] : rows[1]]
-        start, stop = self._layout.ranges[i]
+        start, stop = self.layout.ranges[i]
         return tf.reshape(whole, [-1])[start:stop]
 
-    def cut(self, i: int, gradient: Any) -> Any:
-        """See the protocol; of a sparse gradient, those of its rows that are in the part."""
-        if self._layout.is_whole(i):
-            return gradient
+    def _cut(self, i: int, gradient: Any) -> Any:
+        """See the base class; of a sparse gradient, those of its rows that are in the part."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._cut_dense(i, tf.convert_to_tensor(gradient))
-        rows = self._layout.rows(i)
-        if rows is None or len(self._layout.shape(i)) != len(self._wholes[i].shape):
+        rows = self.layout.rows(i)
+        if rows is None or len(self.layout.shape(i)) != len(self._wholes[i].shape):
             raise ArgumentError(
                 f"the gradient of {self._wholes[i].path} is sparse, and the variable has too few rows to be divided "
                 "between them. Make the gradient dense with tf.convert_to_tensor, or leave out shard_optimizer."
@@ -218,30 +188,26 @@ class Slices:
         return tf.IndexedSlices(tf.gather(gradient.values, mine), indices, tf.shape(self.variables[i].value))
 
     def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
-        """See the protocol. One host call for each round, so that others are still updated meanwhile."""
+        """See the base class. One host call for each round, so that others are still updated meanwhile."""
         reject_inside_xla("the update of a sharded optimizer")
-        names = list(options)
+        names, compare = list(options), call_weakly(self.compare)
+
+        def compare_now(*values: Array) -> None:
+            compare({name: value.item() for name, value in zip(names, values, strict=True)})
+
         # A control dependency on the first call, whatever the rounds are: ranks compare before anything is exchanged.
-        compare = capture_exceptions(functools.partial(_compare, call_weakly(self._compare), names))
-        tf.numpy_function(compare, [tf.convert_to_tensor(option) for option in options.values()], [])
-        entries = self._layout.plan.entries
-        for number, one in enumerate(self._layout.rounds):
-            present = [i for i in one.entries if i in indices and entries[i].count]
-            if not present:
-                continue
-            own = [i for i in present if not self._layout.is_empty(i)]
+        tf.numpy_function(capture_exceptions(compare_now), list(map(tf.convert_to_tensor, options.values())), [])
+        for number, present in self.rounds(indices):
+            own = [i for i in present if not self.layout.is_empty(i)]
             call = functools.partial(call_weakly(self._run), number, present, own)
             types = [self._wholes[i].value.dtype for i in present]
             found = tf.numpy_function(capture_exceptions(call), [self.variables[i].value for i in own], types)
             for i, whole in zip(present, tf.nest.flatten(found), strict=True):
                 self._wholes[i].assign(tf.ensure_shape(whole, self._wholes[i].shape))
-        self._free([i for i in self._own if i in indices])
-
-    def _compare(self, options: dict[str, object]) -> None:
-        self._gather.compare(options)
+        self._free([i for i in self._parts if i in indices])
 
     def _run(self, number: int, present: list[int], own: list[int], *parts: Array) -> list[Array]:
-        entries = self._layout.plan.entries
+        entries = self.layout.plan.entries
         wholes = {i: _new_memory(entries[i].count, STORAGE[entries[i].dtype]) for i in present}
         flats = (np.ascontiguousarray(part).reshape(-1) for part in parts)
         mine = {i: flat.view(STORAGE[entries[i].dtype]) for i, flat in zip(own, flats, strict=True)}
@@ -265,108 +231,10 @@ def _assign(variable: Any, value: Any) -> None:
     tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
 
 
-def _compare(compare: Callable[[dict[str, object]], None], names: list[str], *options: Array) -> None:
-    compare({name: option.item() for name, option in zip(names, options, strict=True)})
-
-
 def _new_memory(count: int, dtype: np.dtype[Any]) -> Array:
     """Memory that TensorFlow adopts without a copy, used again once it has let go of it."""
     kept = kept_results.new(count * dtype.itemsize)
     return aligned(count, dtype) if kept is None else kept.view(dtype)
-
-
-def at_once() -> contextlib.AbstractContextManager[Any]:
-    """See the protocol."""
-    return cast("contextlib.AbstractContextManager[Any]", tf.init_scope())
-
-
-def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """See the protocol. A graph contains only the host calls, but AutoGraph would rewrite what makes it, and warn."""
-    return cast("Callable[..., Any]", tf.autograph.experimental.do_not_convert(function))
-
-
-def forget_traces(optimizer: Any) -> None:
-    """See the protocol. A `tf.function` keeps its graphs for ever, but says which variables they use."""
-    kind = tf.types.experimental.PolymorphicFunction
-    own = {id(variable.value) for variable in (optimizer.iterations, *optimizer.variables)}
-    gc.collect()  # those of models that compile their step anew have no owner any more
-    for function in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
-        original = getattr(function, "python_function", None)
-        if original is None or str(original.__module__).split(".")[0] in ("keras", "ring_plugins"):
-            continue
-        # TensorFlow 2.21, polymorphic_function.py:1156, whose method would trace one that has not been called.
-        cache = getattr(function, "_function_cache", None)
-        traced = [] if cache is None else cache.values()
-        if any(id(variable) in own for graph in traced for variable in graph.variables):
-            raise ArgumentError(
-                f"the tf.function {original.__qualname__} has been called with this optimizer before it was given to "
-                "DistributedOptimizer. Its graph would go on to update without averages. Wrap the optimizer before the "
-                "first call, or make the tf.function anew and drop the old one."
-            )
-
-
-def choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """See the protocol."""
-    return tf.cond(condition, yes, no)
-
-
-def to_dense(gradient: Any) -> Any:
-    """See the protocol."""
-    return tf.convert_to_tensor(gradient)
-
-
-def check_other_parallelism(model: Any) -> None:
-    """See the protocol."""
-    # Keras 3.15.1, backend/tensorflow/trainer.py:33: the strategy that was active when the model was created.
-    strategy = getattr(model, "_distribute_strategy", None)
-    if strategy is not None or tf.distribute.has_strategy():
-        kind = type(strategy or tf.distribute.get_strategy()).__name__
-        raise ArgumentError(
-            f"the model was created, or is fitted, under tf.distribute's {kind}, which averages gradients itself. "
-            "Create and fit it outside any strategy, with one process per device."
-        )
-
-
-def is_lazy(model: Any) -> bool:
-    """See the protocol. On this backend Keras builds a model when it traces the first step.
-
-    A model without `call`, such as a GAN whose `train_step` calls its parts, is never built.
-    """
-    no_call = keras.Model.call, keras.Layer.call
-    return not all(layer.built for layer in model._flatten_layers() if type(layer).call not in no_call)
-
-
-def make_train_function(model: Any, averaging: Any) -> None:
-    """See the protocol.
-
-    Functions compiled by XLA cannot contain host calls. With `jit_compile=True`, XLA compiles forward and backward as
-    one function and the update as another; the reduction runs between the two.
-    """
-    if model.jit_compile and not model.run_eagerly:
-        # Keras 3.15.1, backend/tensorflow/trainer.py:149: the step is compiled according to `jit_compile`.
-        step = _with_own_seed(compiled_around(model, averaging))
-        model._jit_compile = False
-        try:
-            model.train_function = model._make_function(step)
-        finally:
-            model._jit_compile = True
-    else:
-        own, step = vars(model).get("train_step"), _with_own_seed(model.train_step)
-        vars(model)["train_step"] = step
-        try:
-            model.make_train_function(force=True)
-        finally:
-            del vars(model)["train_step"]
-            if own is not None:
-                vars(model)["train_step"] = own
-    train_function = model.train_function
-
-    @functools.wraps(train_function)
-    def step_with_original_errors(iterator: Any) -> Any:
-        with restore_exceptions():
-            return train_function(iterator)
-
-    model.train_function = step_with_original_errors
 
 
 def _with_own_seed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -384,17 +252,6 @@ def _with_own_seed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return with_own_seed
 
 
-def before_first_step(model: Any, action: Callable[[], None]) -> None:
-    """See the protocol."""
-
-    def first(iterator: Any) -> Any:
-        _build(model, iterator)
-        action()  # replaces the train function
-        return model.train_function(iterator)
-
-    model.train_function = first
-
-
 def _build(model: Any, iterator: Iterator[Any]) -> None:
     """Build whatever the first step builds, from the shapes of the data, by tracing the step without running it."""
     specification = getattr(iterator, "element_spec", None)
@@ -402,18 +259,13 @@ def _build(model: Any, iterator: Iterator[Any]) -> None:
         raise _not_built("the shapes of its first batch are unknown")
     data = tf.nest.map_structure(lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, specification)
     optimizers = [held for held in vars(model).values() if isinstance(held, keras.optimizers.Optimizer)]
-    before = [vars(optimizer).get("apply") for optimizer in optimizers]
-    try:
+    with contextlib.ExitStack() as stack:
         for optimizer in optimizers:  # some average already, and must not before the weights are equal
-            vars(optimizer)["apply"] = lambda *_, **__: None
-        tf.function(model.train_step, autograph=False).get_concrete_function(data)
-    except Exception as error:
-        raise _not_built(f"its step could not be traced to build it ({type(error).__name__}: {error})") from error
-    finally:
-        for optimizer, apply in zip(optimizers, before, strict=True):
-            del vars(optimizer)["apply"]
-            if apply is not None:
-                vars(optimizer)["apply"] = apply
+            stack.enter_context(replaced(optimizer, apply=lambda *_, **__: None))
+        try:
+            tf.function(model.train_step, autograph=False).get_concrete_function(data)
+        except Exception as error:
+            raise _not_built(f"its step could not be traced to build it ({type(error).__name__}: {error})") from error
 
 
 def _not_built(why: str) -> ArgumentError:
@@ -423,25 +275,113 @@ def _not_built(why: str) -> ArgumentError:
     )
 
 
-def host_call_with_gradient(
-    forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
-) -> Any:
-    """See the protocol."""
-    reject_inside_xla("a synchronized BatchNormalization")
+class TensorFlowBackend(backends.Backend):
+    """See the base class. Layers use only seed generators, so no other generator gets another seed."""
 
-    @tf.custom_gradient
-    def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:
-        result, share = tf.numpy_function(capture_exceptions(forward), [own, count], [own.dtype, own.dtype])
-        result, share = tf.ensure_shape(result, own.shape), tf.ensure_shape(share, [])
+    Exchange, Slices = Exchange, Slices
 
-        def gradient(upstream: Any) -> Any:
-            inputs = [own, result, share, upstream]
-            return tf.ensure_shape(tf.numpy_function(capture_exceptions(backward), inputs, own.dtype), own.shape)
+    nccl = config.TENSORFLOW_NCCL
 
-        return result, gradient
+    def has_gpus(self) -> bool:
+        return bool(tf.config.list_physical_devices("GPU"))  # logical devices would initialize TensorFlow here
 
-    return call(own)
+    def at_once(self) -> contextlib.AbstractContextManager[Any]:
+        return cast("contextlib.AbstractContextManager[Any]", tf.init_scope())
+
+    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See the base class. AutoGraph would rewrite what makes the graph of host calls, and warn."""
+        return cast("Callable[..., Any]", tf.autograph.experimental.do_not_convert(function))
+
+    def forget_traces(self, optimizer: Any) -> None:
+        """See the base class. A `tf.function` keeps its graphs for ever, but says which variables they use."""
+        kind = tf.types.experimental.PolymorphicFunction
+        own = {id(variable.value) for variable in (optimizer.iterations, *optimizer.variables)}
+        gc.collect()  # those of models that compile their step anew have no owner any more
+        for function in [found for found in gc.get_objects() if issubclass(type(found), kind)]:
+            original = getattr(function, "python_function", None)
+            if original is None or str(original.__module__).split(".")[0] in ("keras", "ring_plugins"):
+                continue
+            # TensorFlow 2.21, polymorphic_function.py:1156, whose method would trace one that has not been called.
+            cache = getattr(function, "_function_cache", None)
+            traced = [] if cache is None else cache.values()
+            if any(id(variable) in own for graph in traced for variable in graph.variables):
+                raise ArgumentError(
+                    f"the tf.function {original.__qualname__} has been called with this optimizer before it was given "
+                    "to DistributedOptimizer. Its graph would go on to update without averages. Wrap the optimizer "
+                    "before the first call, or make the tf.function anew and drop the old one."
+                )
+
+    def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        return tf.cond(condition, yes, no)
+
+    def to_dense(self, gradient: Any) -> Any:
+        return tf.convert_to_tensor(gradient)
+
+    def check_other_parallelism(self, model: Any) -> None:
+        # Keras 3.15.1, backend/tensorflow/trainer.py:33: the strategy that was active when the model was created.
+        strategy = getattr(model, "_distribute_strategy", None)
+        if strategy is not None or tf.distribute.has_strategy():
+            kind = type(strategy or tf.distribute.get_strategy()).__name__
+            raise ArgumentError(
+                f"the model was created, or is fitted, under tf.distribute's {kind}, which averages gradients itself. "
+                "Create and fit it outside any strategy, with one process per device."
+            )
+
+    def is_lazy(self, model: Any) -> bool:
+        """See the base class. On this backend Keras builds a model when it traces the first step.
+
+        A model without `call`, such as a GAN whose `train_step` calls its parts, is never built.
+        """
+        no_call = keras.Model.call, keras.Layer.call
+        return not all(layer.built for layer in model._flatten_layers() if type(layer).call not in no_call)
+
+    def make_train_function(self, model: Any, averaging: Any) -> None:
+        """See the base class.
+
+        Functions compiled by XLA cannot contain host calls. With `jit_compile=True`, XLA compiles forward and backward
+        as one function and the update as another; the reduction runs between the two.
+        """
+        if model.jit_compile and not model.run_eagerly:
+            # Keras 3.15.1, backend/tensorflow/trainer.py:149: the step is compiled according to `jit_compile`.
+            with replaced(model, _jit_compile=False):
+                model.train_function = model._make_function(_with_own_seed(compiled_around(model, averaging)))
+        else:
+            with replaced(model, train_step=_with_own_seed(model.train_step)):
+                model.make_train_function(force=True)
+        train_function = model.train_function
+
+        @functools.wraps(train_function)
+        def step_with_original_errors(iterator: Any) -> Any:
+            with restore_exceptions():
+                return train_function(iterator)
+
+        model.train_function = step_with_original_errors
+
+    def before_first_step(self, model: Any, action: Callable[[], None]) -> None:
+        def first(iterator: Any) -> Any:
+            _build(model, iterator)
+            action()  # replaces the train function
+            return model.train_function(iterator)
+
+        model.train_function = first
+
+    def host_call_with_gradient(
+        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
+    ) -> Any:
+        reject_inside_xla("a synchronized BatchNormalization")
+
+        @tf.custom_gradient
+        def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:
+            result, share = tf.numpy_function(capture_exceptions(forward), [own, count], [own.dtype, own.dtype])
+            result, share = tf.ensure_shape(result, own.shape), tf.ensure_shape(share, [])
+
+            def gradient(upstream: Any) -> Any:
+                inputs = [own, result, share, upstream]
+                return tf.ensure_shape(tf.numpy_function(capture_exceptions(backward), inputs, own.dtype), own.shape)
+
+            return result, gradient
+
+        return call(own)
 
 
-def offset_seed(communicator: Communicator, root: Root) -> None:
-    """See the protocol. No-op: on this backend layers use only seed generators."""
+BACKEND = TensorFlowBackend()

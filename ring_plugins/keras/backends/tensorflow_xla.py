@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.keras.patches import replaced
 
 
 class InsideXla(ArgumentError):
@@ -109,12 +110,8 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
                 (list(grads), list(averaging.variables if trainable_variables is None else trainable_variables))
             )
 
-        attributes = vars(averaging.optimizer)
-        replaced, attributes["apply"] = attributes["apply"], record
-        try:
+        with replaced(averaging.optimizer, apply=record):
             logs = model.train_step(data)
-        finally:
-            attributes["apply"] = replaced
         if len(calls) != 1:
             raise _NotOneUpdate
         present = [(gradient, v) for gradient, v in zip(*calls[0], strict=True) if gradient is not None]

@@ -1,6 +1,5 @@
 """NCCL reduces the buffers of JAX's compiled steps, in order with XLA's stream; stand-ins for GPU, NCCL and XLA."""
 
-import ctypes
 import importlib.util
 import os
 import threading
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ring_plugins.core.base.errors import DeviceError, RingError
 from tests import gpu_stand_in
 from tests.keras.launches import START, environment
 from tests.launch import run_ranks
@@ -16,45 +16,31 @@ from tests.launch import run_ranks
 JAX_ON_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
+class Buffer:
+    """As XLA passes it: DLPack's description of an array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self):
+        return self.array.__dlpack__()
+
+
 class Xla:
-    """Calls the handler as XLA does, with frames of its own and one stream."""
+    """What XLA tells a call of its stream, if it has one."""
 
     def __init__(self, stream):
-        from ring_plugins.keras.backends import jax_ffi as ffi
+        self.handle = stream
 
-        self.ffi, self.stream, self.errors = ffi, stream, []
+    @property
+    def stream(self):
+        if not self.handle:
+            raise RuntimeError("no stream here")
+        return self.handle
 
-        def get_stream(arguments):
-            arguments[0].stream = self.stream or None
-            return None if self.stream else 7
-
-        def get_message(arguments):
-            arguments[0].message = b"no stream here"
-
-        def make_error(arguments):
-            self.errors.append(arguments[0].message.decode())
-            return 8
-
-        size = ctypes.sizeof
-        version = ffi._Version(size(ffi._Version), None, 0, 3)
-        functions = (
-            ffi._MakeError(make_error),
-            ffi._GetMessage(get_message),
-            ffi._DestroyError(lambda arguments: None),
-        )
-        self.api = ffi._Api(size(ffi._Api), None, version, None, *functions, None, ffi._GetStream(get_stream))
-
-    def call(self, number, arrays):
-        ffi, size = self.ffi, ctypes.sizeof
-        buffers = [ffi._Buffer(size(ffi._Buffer), None, 11, array.ctypes.data) for array in arrays]
-        values = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        both = ffi._Values(size(ffi._Values), None, len(buffers), None, values)
-        attribute = ffi._Scalar(5, ctypes.pointer(ctypes.c_int64(number)))
-        attributes = ffi._Attributes(
-            size(ffi._Attributes), None, 1, None, None, (ctypes.POINTER(ffi._Scalar) * 1)(ctypes.pointer(attribute))
-        )
-        frame = ffi._Frame(size(ffi._Frame), None, ctypes.pointer(self.api), 1, ffi._EXECUTE, both, both, attributes)
-        return ffi._handler(ctypes.byref(frame))
+    def call(self, callback, operands, results=None):
+        results = operands if results is None else results
+        callback(self, [*map(Buffer, results)], *map(Buffer, operands))
 
 
 class Step:
@@ -84,8 +70,8 @@ class Step:
         self.buckets = jax_device.DeviceBuckets(entries, connection, BucketSizes(28, 28, 100))
         ones = {i: jax.numpy.ones(entry.count) for i, entry in enumerate(entries)}
         self.program = jax.make_jaxpr(self.buckets.average)(ones)
-        numbers = {key: call.number for (key, _), call in self.buckets._calls._calls.items()}
-        self.first, self.second, self.averages = numbers["bucket", 0], numbers["bucket", 1], numbers["averages"]
+        calls = [one for one in self.program.eqns if one.primitive.name == "buffer_callback"]
+        self.first, self.second, self.averages = (call.params["callback"] for call in calls)
         with driver.device(0):
             self.stream = driver.new_stream(0)
         self.work = self.library.streams[self.stream].work  # what XLA has queued
@@ -112,10 +98,10 @@ def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step,
         gate.clear()
         step.work.put(gate.wait)
         step.work.put(lambda: large.fill(1))
-        assert step.xla.call(step.first, [large]) is None
+        step.xla.call(step.first, [large])
         step.work.put(lambda: small.fill(3))
-        assert step.xla.call(step.second, [small]) is None
-        assert step.xla.call(step.averages, [large, small]) is None
+        step.xla.call(step.second, [small])
+        step.xla.call(step.averages, [large, small])
         step.work.put(lambda: seen.append((large.copy(), small.copy())))
         assert len(seen) == number and step.communicator.oldest is not None  # the GPU has done nothing yet
         gate.set()
@@ -123,11 +109,10 @@ def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step,
         assert seen[-1][0].tolist() == [2] * 40 and seen[-1][1].tolist() == [6] * 7
     assert [calls for calls in step.nccl.log if calls == ["all_reduce"]] == [["all_reduce"]] * 4
     assert (step.buckets.reducer.passes, step.buckets.reducer.reduced_bytes) == (2, 2 * 47 * 4)
-    assert step.xla.errors == []
 
 
 def test_the_traced_program_lets_calls_overwrite_gradients(step):
-    assert str(step.program).count("ffi_call[") == 3 and "((0, 0), (1, 1))" in str(step.program)
+    assert str(step.program).count("buffer_callback[") == 3 and "((0, 0), (1, 1))" in str(step.program)
 
 
 def test_gradients_are_scaled_without_rounding_the_factor():
@@ -139,7 +124,7 @@ def test_gradients_are_scaled_without_rounding_the_factor():
     assert abs(ratios.mean() - 1) < 2e-4
 
 
-def test_a_jax_without_the_interface_is_rejected(monkeypatch):
+def test_a_jax_without_buffer_callback_is_rejected(monkeypatch):
     pytest.importorskip("jax")
     from ring_plugins.core.base.errors import ArgumentError
     from ring_plugins.core.collectives.single import SingleCommunicator
@@ -148,25 +133,30 @@ def test_a_jax_without_the_interface_is_rejected(monkeypatch):
     monkeypatch.setenv("RING_JAX_NCCL", "1")
     assert jax_device.connect("gradients", SingleCommunicator("gradients")) is None  # there is no GPU
     monkeypatch.setattr(jax_device, "computes_on_gpus", lambda: True)
-    monkeypatch.setattr(jax_device, "find_target", lambda platform: None)
-    with pytest.raises(ArgumentError, match="needs the foreign function interface of JAX 0.5 or newer"):
+    monkeypatch.setattr(jax_device, "has_buffer_callback", lambda: False)
+    with pytest.raises(ArgumentError, match=r"needs jax.experimental.buffer_callback, which JAX .* lacks; upgrade"):
         jax_device.connect("gradients", SingleCommunicator("gradients"))
 
 
 def test_without_a_stream_the_step_fails_with_xlas_words(step):
-    step.xla.stream = 0
-    assert step.xla.call(step.first, [np.zeros(40, "float32")]) == 8
-    assert step.xla.errors == ["DeviceError: XLA has no CUDA stream for this step: no stream here"]
+    step.xla.handle = 0
+    with pytest.raises(DeviceError, match="XLA has no CUDA stream for this step: no stream here"):
+        step.xla.call(step.first, [np.zeros(40, "float32")])
 
 
 def test_memory_that_xla_has_moved_ends_the_job(step):
     large, small = np.ones(40, "float32"), np.ones(7, "float32")
-    assert step.xla.call(step.first, [large]) is None
-    assert step.xla.call(step.second, [small]) is None
-    assert step.xla.call(step.averages, [large, small.copy()]) == 8
-    assert "XLA has moved gradients that NCCL works on; set RING_JAX_NCCL=0" in step.xla.errors[0]
-    assert step.xla.call(step.first, [large]) == 8
-    assert "is out of step with the other ranks" in step.xla.errors[1]
+    step.xla.call(step.first, [large])
+    step.xla.call(step.second, [small])
+    with pytest.raises(DeviceError, match="XLA has moved gradients that NCCL works on; set RING_JAX_NCCL=0"):
+        step.xla.call(step.averages, [large, small.copy()])
+    with pytest.raises(RingError, match="is out of step with the other ranks"):
+        step.xla.call(step.first, [large])
+
+
+def test_a_result_with_other_memory_than_its_operand_is_rejected(step):
+    with pytest.raises(DeviceError, match="other memory than the operand"):
+        step.xla.call(step.first, [np.ones(40, "float32")], [np.ones(40, "float32")])
 
 
 def test_a_missing_gradient_is_rejected(step):
@@ -201,8 +191,8 @@ library, launched = None, []
 if os.environ["TEST_GPU_STAND_IN"]:
     library = install()[0]
     launched = library.log
-    jax_device.PLATFORM, jax_device.computes_on_gpus = "cpu", lambda: True
-    jax_ffi.stream_of = lambda frame: CALLERS_STREAM
+    jax_device.computes_on_gpus = lambda: True
+    jax_ffi.stream_of = lambda context: CALLERS_STREAM
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(48, 5)).astype("float32"), rng.normal(size=(48, 1)).astype("float32")
 seen = []

@@ -14,61 +14,72 @@ def _needs_the_interface():
     pytest.importorskip("jax")
     from ring_plugins.keras.backends import jax_ffi
 
-    if jax_ffi.find_target() is None:
-        pytest.skip("this JAX lacks the foreign function interface")
+    if not jax_ffi.has_buffer_callback():
+        pytest.skip("this JAX lacks buffer_callback")
 
 
-def doubled(calls, key="double", factor=2):
-    """A compiled function of one array; each call of this one traces anew."""
-    import jax
+class Owner:
+    """Has a factor by which a compiled function multiplies an array in place."""
 
-    def scale(arrays):
-        arrays[0] *= factor
+    def __init__(self, factor=2):
+        self.factor = factor
 
-    return jax.jit(lambda x: calls.in_place(key, scale, [x + 0])[0])
+    def scale(self, arrays):
+        arrays[0] *= self.factor
+
+    def compiled(self):
+        import jax
+
+        from ring_plugins.keras.backends.jax_ffi import call_on_host
+        from ring_plugins.keras.buckets import call_weakly
+
+        scale = call_weakly(self.scale)
+        return jax.jit(lambda x: call_on_host(scale, [x + 0])[0])
 
 
 def test_each_trace_calls_its_own_function_on_its_own_arrays():
     import jax
 
-    from ring_plugins.keras.backends.jax_ffi import HostCalls
-
-    calls, other = HostCalls(), HostCalls()
-    twice, thrice = doubled(calls), doubled(other, factor=3)
+    two, three = Owner(2), Owner(3)
+    twice, thrice = two.compiled(), three.compiled()
     for _ in range(2):
         assert twice(jax.numpy.ones((2, 3))).tolist() == [[2.0] * 3] * 2
         assert thrice(jax.numpy.ones((2, 3))).tolist() == [[3.0] * 3] * 2
         assert thrice(jax.numpy.arange(4, dtype="int32")).tolist() == [0, 3, 6, 9]
 
 
-def test_new_traces_keep_nothing_that_an_earlier_one_kept(monkeypatch):
+def test_results_share_the_memory_of_operands_and_calls_of_a_step_run_in_order():
+    import jax
+    import numpy as np
+
+    from ring_plugins.keras.backends.jax_ffi import call_on_host
+
+    calls = []
+
+    def first(arrays):
+        calls.append(("first", [array.shape for array in arrays]))
+
+    def second(arrays):
+        calls.append(("second", [array.shape for array in arrays]))
+
+    def step(x, y):
+        return *call_on_host(first, [x * 2, y * 2]), *call_on_host(second, [x * 3])
+
+    results = jax.jit(step)(np.ones((2, 3), "float32"), np.ones((), "bfloat16"))
+    assert [float(result.sum()) for result in results] == [12, 2, 18]
+    assert calls == [("first", [(6,), (1,)]), ("second", [(6,)])]
+    assert "((0, 0), (1, 1))" in str(jax.make_jaxpr(step)(np.ones((2, 3)), np.ones(())))
+
+
+def test_a_compiled_step_does_not_keep_its_owner_and_says_so_when_that_is_gone():
     import jax
 
-    from ring_plugins.keras.backends.jax_ffi import HostCalls
-
-    registered = []
-    register = jax.ffi.register_ffi_target
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **k: (registered.append(a), register(*a, **k)))
-    calls = HostCalls()
-    for _ in range(5):
-        assert doubled(calls)(jax.numpy.ones(3)).tolist() == [2.0] * 3
-    assert (registered, len(calls._calls)) == ([], 1)  # XLA keeps every handler that is registered
-    owned = weakref.ref(next(iter(calls._calls.values())))
-    del calls
-    jax.clear_caches()
-    gc.collect()
-    assert owned() is None
-
-
-def test_a_step_that_outlived_its_averaging_says_so():
-    import jax
-
-    from ring_plugins.keras.backends.jax_ffi import HostCalls
-
-    calls = HostCalls()
-    step = doubled(calls)
+    owner = Owner()
+    step, reference = owner.compiled(), weakref.ref(owner)
     assert step(jax.numpy.ones(3)).tolist() == [2.0] * 3
-    calls._calls.clear()  # as when its owner is gone
+    del owner
+    gc.collect()
+    assert reference() is None
     with pytest.raises(Exception, match="averages with an optimizer that does so no longer"):
         step(jax.numpy.ones(3)).block_until_ready()
 
@@ -77,15 +88,13 @@ SEVERAL_DEVICES = """
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.keras.backends.jax_ffi import HostCalls
-
-calls = HostCalls()
+from ring_plugins.keras.backends.jax_ffi import call_on_host
 
 def double(arrays):
     arrays[0] *= 2
 
 def step(x):
-    return calls.in_place("double", double, [x + 0])[0]
+    return call_on_host(double, [x + 0])[0]
 
 assert len(jax.devices()) == 2
 x = jax.numpy.ones((2, 3))

@@ -20,9 +20,11 @@ from ring_plugins.keras import (
     DistributedOptimizer,
     LearningRateWarmupCallback,
     MetricAverageCallback,
+    broadcast,
     broadcast_variables,
+    consistency,
+    synchronized_fit,
 )
-from ring_plugins.keras import broadcast as module
 from tests.keras.behaviors import behavior, error_of, fit, logged
 from tests.keras.scenarios import BACKEND, dense, features, momentum
 
@@ -330,7 +332,7 @@ def fit_that_raises() -> Any:
     return {"error": error, "left": left, "apart": float(np.sum(apart[0])), "together": together}
 
 
-class JoinsItself(BroadcastCallback):
+class JoinsItself(synchronized_fit.SynchronizedFit):
     """Joins as if others, which know what this rank does, had ended the epoch `ended`; not if that is -1."""
 
     ended = -1
@@ -339,8 +341,8 @@ class JoinsItself(BroadcastCallback):
         super()._start()
         if self.ended >= 0:
             with (
-                mock.patch.object(module, "join", return_value=()),
-                mock.patch.object(module, "share_state", lambda parts, callbacks, told, *_: told),
+                mock.patch.object(synchronized_fit, "join", return_value=()),
+                mock.patch.object(synchronized_fit, "share_state", lambda parts, callbacks, told, *_: told),
             ):
                 self._join()
 
@@ -353,9 +355,13 @@ def fits_after_a_join() -> Any:
     """The epochs of a `fit` that all join as if others had ended its first epoch, or all of them, and of later ones."""
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
-    epochs, callback = [], JoinsItself()
-    for callback.ended in (0, -1, 2, -1):
-        epochs.append(fit(model, [callback], steps=1, epochs=3).epoch)
+    epochs, callback = [], BroadcastCallback()
+    for ended in (0, -1, 2, -1):
+        with (
+            mock.patch.object(broadcast, "SynchronizedFit", JoinsItself),
+            mock.patch.object(JoinsItself, "ended", ended),
+        ):
+            epochs.append(fit(model, [callback], steps=1, epochs=3).epoch)
     return epochs
 
 
@@ -364,8 +370,11 @@ def first_check_after_a_join() -> Any:
     """When weights are compared in a `fit` that all join before they have taken enough steps for one update."""
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), loss="mse")
-    callback, found = JoinsItself(), []
-    callback.ended = 0
-    with mock.patch.object(module, "differing_weights", lambda _, when, *__: found.append(when)):
-        fit(model, [callback], steps=2, epochs=3)
+    found: list[str] = []
+    with (
+        mock.patch.object(broadcast, "SynchronizedFit", JoinsItself),
+        mock.patch.object(JoinsItself, "ended", 0),
+        mock.patch.object(consistency, "differing_weights", lambda _, when, *__: found.append(when)),
+    ):
+        fit(model, [BroadcastCallback()], steps=2, epochs=3)
     return found

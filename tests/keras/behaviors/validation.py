@@ -12,6 +12,7 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
+from ring_plugins.core.base import config
 from ring_plugins.keras import (
     BroadcastCallback,
     DistributedOptimizer,
@@ -169,6 +170,16 @@ def rates_that_differ_later() -> Any:
     }
 
 
+class OnGpus:
+    """What a backend says on a machine with GPUs."""
+
+    def __init__(self, name: str) -> None:
+        self.nccl = {"tensorflow": config.TENSORFLOW_NCCL, "jax": config.JAX_NCCL}.get(name)
+
+    def has_gpus(self) -> bool:
+        return True
+
+
 @behavior
 def warnings_of_gpu_copies() -> Any:
     """The warnings of all backends on a machine with GPUs."""
@@ -177,7 +188,7 @@ def warnings_of_gpu_copies() -> Any:
         validation.warn_of_gpu_copies.cache_clear()
         with (
             warnings.catch_warnings(record=True) as caught,
-            mock.patch.object(validation, "_computes_on_gpus", return_value=True),
+            mock.patch.object(validation, "backend", return_value=OnGpus(backend)),
             mock.patch.object(keras.backend, "backend", return_value=backend),
             mock.patch.dict(os.environ, RING_TENSORFLOW_NCCL=by_nccl, RING_JAX_NCCL=by_nccl),
         ):

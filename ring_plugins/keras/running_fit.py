@@ -1,0 +1,269 @@
+"""The `fit` that is running: its list of callbacks, its arguments, and its end, also by an exception.
+
+Keras gives callbacks no reference to their list, and does not tell them of an exception. So the list is looked for on
+the stack. It is a local variable of `fit`, and freed once `fit` has returned and its exception has been handled.
+
+`BroadcastCallback` tells the other ranks when an exception ends its `fit`, so that none waits for this rank's next
+step. For an optimizer of the script's own in a `fit` without that callback, the first step finds the running `fit`, and
+puts a callback into its list that does so. Later calls of `fit` may run a step that is compiled already, so
+`make_train_function`, which each of them calls first, is replaced on the model.
+
+Without `BroadcastCallback` nothing may have made the ranks' weights equal, and `MetricAverageCallback` shows averages
+over different models, which look right. So the weights are compared after the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import keras
+
+from ring_plugins.core.base.errors import DriftError
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.exit_hooks import exit_status
+from ring_plugins.core.world import current
+from ring_plugins.keras.state import optimizers_of, weight_checksums
+from ring_plugins.observe.consistency import differing_weights, is_check_wanted
+from ring_plugins.observe.training import announce_training
+
+#: Attribute of an optimizer that averages: its `GradientAveraging`.
+AVERAGING = "_ring_averaging"
+_REPLACED = "make_train_function"
+_REMEDY = (
+    "Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks: it starts them from the same "
+    "weights and averages their gradients."
+)
+#: Watches whose `fit` has begun and not ended, as far as they know.
+_watching: weakref.WeakSet[_Watch] = weakref.WeakSet()
+
+
+def enclosing_list(callback: Any) -> Any | None:
+    """Find the `CallbackList` that is calling a method of `callback`; None if the caller is something else."""
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        found = frame.f_locals.get("self")  # Keras 3.15.1, callbacks/callback_list.py:108
+        if isinstance(found, keras.callbacks.CallbackList) and callback in found.callbacks:
+            return found
+    return None
+
+
+def _fit_above(frame: FrameType | None) -> FrameType | None:
+    # Keras 3.15.1, backend/*/trainer.py: the variables of `fit`.
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("callbacks"), keras.callbacks.CallbackList):
+            return frame if isinstance(frame.f_locals.get("self"), keras.Model) else None
+        frame = frame.f_back
+    return None
+
+
+def argument_of_fit(name: str) -> Any:
+    """What the script passed to the `fit` that is calling a callback, None if no `fit` is."""
+    frame = _fit_above(sys._getframe(1))
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any] | None:
+    """Call `undo` when the `fit` or `evaluate` that is calling `callback` ends, even by an exception.
+
+    If something else refers to the list (because the caller passed a `CallbackList`), `undo` is not called.
+
+    Args:
+        callback: callback whose `on_..._begin` is running.
+        undo: must be a no-op if there is nothing left to undo.
+
+    Returns:
+        The finalizer, which the caller may detach; None if no list is calling.
+    """
+    callbacks = enclosing_list(callback)
+    return None if callbacks is None else _when_freed(callbacks, undo)
+
+
+def _when_freed(callbacks: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any]:
+    finalizer = weakref.finalize(callbacks, undo)
+    finalizer.atexit = False  # type: ignore[misc, unused-ignore] # at exit the other ranks learn how this one ended
+    return finalizer
+
+
+def _append(callbacks: Any, added: Any, model: Any) -> None:
+    added.set_model(model)
+    callbacks.callbacks = [*callbacks.callbacks, added]  # Keras may be iterating over the old list
+    # Keras 3.15.1, callbacks/callback_list.py:82: a list whose callbacks have no batch hooks calls them in a thread.
+    callbacks._async_train = False
+
+
+def _any_has(callbacks: Any, attribute: str) -> bool:
+    return any(getattr(callback, attribute, False) for callback in callbacks.callbacks)
+
+
+# Without BroadcastCallback ------------------------------------------------------------------------
+
+
+def expect_broadcast(callback: Any) -> None:
+    """Compare the ranks' weights after the first step, if the list of `callback` has no `BroadcastCallback`.
+
+    Args:
+        callback: callback whose `on_train_begin` is running, on all ranks.
+    """
+    if is_check_wanted():
+        announce_training()
+        callbacks = enclosing_list(callback)
+        if callbacks is not None and not _any_has(callbacks, "compares_weights"):
+            _append(callbacks, _FirstStepCheck(), callback.model)
+
+
+class _FirstStepCheck(keras.callbacks.Callback):
+    """Raises after the first step if the weights differ among ranks; warns if nothing averages the gradients."""
+
+    compares_weights = True
+    _is_done = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        found = differing_weights(lambda: weight_checksums(self.model), "after the first step")
+        if found:
+            raise DriftError(
+                f"{found} {_REMEDY} If the weights differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
+            )
+        averages = any(AVERAGING in vars(optimizer) for optimizer in optimizers_of(self.model))
+        if current().topology.rank == 0 and not averages:
+            logger.warning(f"no gradients are averaged: each rank trains by itself. {_REMEDY}")
+
+
+# An exception ends it -----------------------------------------------------------------------------
+
+
+def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exception | None = None) -> None:
+    """Let ranks that wait for this one in the next step raise; called after an exception that ended `fit`.
+
+    Args:
+        communicators: of the steps.
+        cause: the exception, if it is known.
+    """
+    # Not an interruption: a rank that raises in the same step, but later, still gets its averages before that.
+    if cause is None and _is_process_ending():
+        cause = RuntimeError(f"this rank ends in the middle of fit(), with exit status {exit_status()} (sys.exit).")
+        current().leave(exit_status())  # so that they hear of a peer that failed, not only of one that rejects a step
+    if cause is None:
+        cause = RuntimeError("an exception ended fit(), and the script caught it. All ranks may call fit() again.")
+    for communicator in communicators:
+        communicator.reject("the next step", cause)
+
+
+def _is_process_ending() -> bool:
+    """Whether nothing has caught what ended `fit`: a `sys.exit`, of which no hook hears before the frames are freed.
+
+    Then the finalizer of the list of callbacks is the outermost call.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is weakref.finalize.__call__.__code__
+
+
+def watch_fit(averaging: Any) -> bool:
+    """Watch the `fit` that is calling an optimizer, and later ones of its model.
+
+    Args:
+        averaging: the `GradientAveraging` of the optimizer.
+
+    Returns:
+        Whether a `fit` is calling, so that it need not be looked for again.
+    """
+    frame = _fit_above(sys._getframe(1))
+    if frame is None:
+        return False
+    model = frame.f_locals["self"]
+    _watch(frame.f_locals["callbacks"], model, averaging)
+    if _REPLACED not in vars(model):
+        _replace(model, averaging)
+    return True
+
+
+def _replace(model: Any, averaging: Any) -> None:
+    original, watched = type(model).make_train_function, weakref.ref(averaging)
+
+    @functools.wraps(original)
+    def make_train_function(*args: Any, **options: Any) -> Any:
+        model = reference()
+        averaging, frame = watched(), _fit_above(sys._getframe(1))
+        if averaging is not None and averaging.is_installed and frame is not None and frame.f_locals["self"] is model:
+            _watch(frame.f_locals["callbacks"], model, averaging)
+        return original(model, *args, **options)
+
+    reference = weakref.ref(model)
+    vars(model)[_REPLACED] = make_train_function  # past Keras's `__setattr__`, which tracks what is assigned
+
+
+def _watch(callbacks: Any, model: Any, averaging: Any) -> None:
+    """Put a watch into a list of callbacks, unless another callback does its work."""
+    for watch in list(_watching):  # an exception that the script keeps may keep an interrupted fit alive
+        if watch.averaging is averaging and watch not in callbacks.callbacks:
+            watch.abandon()
+    if _any_has(callbacks, "tells_interruptions"):
+        return
+    is_compared = averaging.is_compared or _any_has(callbacks, "compares_weights") or not is_check_wanted()
+    averaging.is_compared = True
+    # A communicator of its own, on which `abandon` reaches ranks that already compare.
+    watch = _Watch(averaging, None if is_compared else current().new_communicator("first step"))
+    _append(callbacks, watch, model)
+    _watching.add(watch)
+    _when_freed(callbacks, watch.abandon)
+
+
+class _Watch(keras.callbacks.Callback):
+    """Notices whether `fit` comes to its end, and compares the weights after its first step.
+
+    Args:
+        averaging: of the optimizer.
+        comparing: communicator for the comparison, None if there is to be none.
+    """
+
+    tells_interruptions = True
+
+    def __init__(self, averaging: Any, comparing: Communicator[Any] | None) -> None:
+        super().__init__()
+        self.averaging = averaging
+        self._comparing = comparing
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._comparing is None:
+            return
+        found = differing_weights(lambda: weight_checksums(self._model), "after the first step", self._comparing)
+        if found and self._comparing.rank == 0:
+            logger.warning(
+                f"{found} Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
+                "ring_plugins.keras.broadcast_variables(model) before fit: ranks that begin with different weights "
+                "train different models, although their gradients are averaged. If they differ on purpose, "
+                "RING_WEIGHT_CHECK=0 switches this comparison off."
+            )
+        self._end_comparison()
+
+    def _end_comparison(self) -> None:
+        if self._comparing is not None:
+            self._comparing.close()
+            self._comparing = None
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        _watching.discard(self)
+
+    def abandon(self) -> None:
+        """Tell the ranks that still train, and release the averaging; do nothing after a `fit` that came to its end."""
+        if self not in _watching:
+            return
+        _watching.discard(self)
+        comparing = [] if self._comparing is None else [self._comparing]
+        tell_interrupted([*self.averaging.communicators(), *comparing])
+        self._end_comparison()
+        self.averaging.release()
+        self._model.train_function = None  # traced with the averaging; the next fit makes both anew
