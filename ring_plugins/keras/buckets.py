@@ -6,7 +6,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,32 +24,15 @@ from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_ov
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap, replaces
 from ring_plugins.keras.consistency import LossWatch, by_rank, check_equal_after_losses
-from ring_plugins.observe.consistency import checksum
+from ring_plugins.observe.consistency import COUNT, bits_of, checksum, differ
 
 T = TypeVar("T")
 
 #: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
 _LINE = 64
-#: Control numbers: the bits of a checksum of the learning rate, then the inverted bits. After the reduction a
-#: bit and its inverse are both above zero only if ranks differ in it, so that comparing needs no message of its own.
-_BITS = 32
-_CONTROL = 2 * _BITS
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
 _NOTHING = np.empty(0)
-
-
-class Buckets(Protocol):
-    """Averages the gradients of one optimizer; see `HostBuckets`."""
-
-    plan: FusionPlan
-    reducer: GradientReducer
-
-    def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None: ...
-
-    def finish(self) -> dict[int, Any]: ...
-
-    def release(self) -> None: ...
 
 
 class HostBuckets:
@@ -87,7 +70,7 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, sizes, _CONTROL)
+        self.plan = FusionPlan(entries, sizes, COUNT)  # whether the learning rates differ: see `observe.consistency`
         self.plan.check_equal(communicator)
         self._rate: float | None = None
         self._buffer = FusionBuffer(self.plan, communicator)
@@ -191,7 +174,8 @@ class HostBuckets:
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         if bucket.index == len(self.plan.buckets) - 1:
-            np.multiply(_bits(self._rate), one, out=self._control(), casting="unsafe")
+            own = 0 if self._rate is None else bits_of(zlib.crc32(np.float32(self._rate).tobytes()))
+            np.multiply(own, one, out=self._control(), casting="unsafe")
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)
@@ -219,12 +203,11 @@ class HostBuckets:
     def _control(self) -> Array:
         bucket = self.plan.buckets[-1]
         start = bucket.flags + len(bucket.entries)
-        control: Array = self._buffer.memories[-1].array[start : start + _CONTROL]
+        control: Array = self._buffer.memories[-1].array[start : start + COUNT]
         return control
 
     def _check_rate(self, rate: float | None) -> None:
-        shares = self._control()
-        if not np.logical_and(shares[:_BITS], shares[_BITS:]).any():
+        if not differ(self._control().tolist()):
             return
         rates = self._communicator.all_gather_object(rate, "learning rate")
         found = by_rank([f"{one:.7g}" for one in rates], self._communicator.ranks)
@@ -244,14 +227,6 @@ class HostBuckets:
             for i, flag in zip(bucket.entries, flags.tolist(), strict=True):
                 if flag != (one if i in given else 0):
                     raise unequal_gradients(i in given, self.plan.entries[i].name)
-
-
-def _bits(rate: float | None) -> Array:
-    """What `_CONTROL` says; zeros for no rate."""
-    if rate is None:
-        return np.zeros(_CONTROL, np.uint8)
-    checksum = zlib.crc32(np.float32(rate).tobytes())
-    return np.unpackbits(np.array([checksum, checksum ^ 0xFFFFFFFF], np.uint32).view(np.uint8))
 
 
 def call_weakly(method: Callable[..., T]) -> Callable[..., T]:

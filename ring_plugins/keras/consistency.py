@@ -27,6 +27,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import backend
 from ring_plugins.observe.consistency import (
+    SWITCH,
     Checksums,
     checksum,
     differing_weights,
@@ -39,8 +40,8 @@ from ring_plugins.observe.consistency import (
 _LIKELY_CAUSES = (
     "A rank has changed its weights or averages in a way of its own: a callback or a train_step that sets weights, "
     "noise or clipping behind the averages, a condition that is true on some ranks only, an optimizer that draws "
-    "random numbers, or a memory error. Continue from a checkpoint, or broadcast the weights of a rank you trust. If "
-    "they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
+    "random numbers, or a memory error. Continue from a checkpoint, or broadcast the weights of a rank you trust. "
+    f"{SWITCH}"
 )
 #: What a callback decides from the numbers that its rank sees, by class.
 _DECISIONS = {
@@ -152,8 +153,7 @@ class WeightComparison:
                 raise DriftError(
                     f"{str(error).split('. ')[0]}. The ranks began with different weights: call "
                     "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() "
-                    "to fit(callbacks=...). If they differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison "
-                    "off."
+                    f"to fit(callbacks=...). {SWITCH}"
                 ) from None
 
 
@@ -222,8 +222,7 @@ def warn_if_different(checksums: Checksums, when: str, communicator: Communicato
     if found and is_here:
         logger.warning(
             f"{found} A rank made a different update: a train_step or an optimizer that draws random numbers, or "
-            "weights that no averaged optimizer updates. If they differ on purpose, RING_WEIGHT_CHECK=0 switches this "
-            "comparison off."
+            f"weights that no averaged optimizer updates. {SWITCH}"
         )
     return bool(found)
 

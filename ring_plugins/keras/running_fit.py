@@ -29,7 +29,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.exit_hooks import exit_status
 from ring_plugins.core.world import current
 from ring_plugins.keras.state import optimizers_of, weight_checksums
-from ring_plugins.observe.consistency import differing_weights, is_check_wanted
+from ring_plugins.observe.consistency import SWITCH, differing_weights, is_check_wanted
 from ring_plugins.observe.training import announce_training
 
 #: Attribute of an optimizer that averages: its `GradientAveraging`.
@@ -130,8 +130,7 @@ class _FirstStepCheck(keras.callbacks.Callback):
         if self._is_done:
             return
         self._is_done = True
-        found = differing_weights(lambda: weight_checksums(self.model), "after the first step")
-        if found:
+        if found := differing_weights(lambda: weight_checksums(self.model), "after the first step"):
             raise DriftError(
                 f"{found} {_REMEDY} If the weights differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
             )
@@ -244,8 +243,7 @@ class _Watch(keras.callbacks.Callback):
             logger.warning(
                 f"{found} Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
                 "ring_plugins.keras.broadcast_variables(model) before fit: ranks that begin with different weights "
-                "train different models, although their gradients are averaged. If they differ on purpose, "
-                "RING_WEIGHT_CHECK=0 switches this comparison off."
+                f"train different models, although their gradients are averaged. {SWITCH}"
             )
         self._end_comparison()
 

@@ -8,7 +8,7 @@ gathered: a large parameter where it lies, small ones through a buffer.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class ParameterSlices:
             return parameter
         return parameter.as_strided((piece.stop - piece.start,), (1,), parameter.storage_offset() + piece.start)
 
+    def parts(self) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+        """This rank's slice: each piece, its tensor, and the parameter that it is a piece of."""
+        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+            yield piece, tensor, self.parameters[piece.entry]
+
     def is_whole(self, piece: Piece) -> bool:
         """Whether a piece is the whole parameter, whose shape its tensor then has."""
         return piece.stop - piece.start == self.parameters[piece.entry].numel()
@@ -90,7 +95,7 @@ class ParameterSlices:
                     f"{name} was {_describe(layout)} and is {_describe(_layout(parameter))}; a sharded optimizer "
                     "needs the parameters as they were when it was made. Make a new one after such a change."
                 )
-        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+        for piece, tensor, _ in self.parts():
             tensor.data = self._view(piece)
         self._map_memory()
         self._addresses = addresses
@@ -102,10 +107,9 @@ class ParameterSlices:
 
     def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give this rank's tensors their part of the gradients, without a copy if those are laid out as parameters."""
-        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
+        for piece, tensor, parameter in self.parts():
             gradient = gradients[piece.entry]
             if gradient is not None and not self.is_whole(piece):
-                parameter = self.parameters[piece.entry]
                 if gradient.stride() != parameter.stride():
                     gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 start = gradient.storage_offset() + piece.start

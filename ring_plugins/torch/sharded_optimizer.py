@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.core.gradients.slices import UpdateComparison
+from ring_plugins.core.gradients.slices import Piece, UpdateComparison
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import differing_weights
 from ring_plugins.torch.consistency import parameter_checksums
@@ -323,8 +323,8 @@ class _SlicedUpdates:
         if new:
             slices = ParameterSlices(new, self._communicator, self._whole_tensors)
             self._slices.append(slices)
-            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True):
-                self._tensors.setdefault(slices.parameters[piece.entry], []).append(tensor)
+            for _, tensor, parameter in slices.parts():
+                self._tensors.setdefault(parameter, []).append(tensor)
         self._known = ids
         self.adopt_state()
 
@@ -350,6 +350,7 @@ class _SlicedUpdates:
 
     @torch.no_grad()
     def step(self) -> None:
+        has_begun = False
         try:
             self.take_parameters()
             gradients = [slices.gradients() for slices in self._slices]
@@ -357,12 +358,7 @@ class _SlicedUpdates:
             if any(have_moved):
                 _reject_shared_memory(self._named())
             self._compare(gradients)
-        except MismatchError:
-            raise  # on all ranks, before anything was changed
-        except BaseException as error:
-            self._communicator.interrupt("a sharded update", error)
-            raise
-        try:
+            has_begun = True
             for slices, some in zip(self._slices, gradients, strict=True):
                 slices.take_gradients(some)
             with self._in_slices():
@@ -371,7 +367,8 @@ class _SlicedUpdates:
                 slices.drop_gradients()
                 slices.gather(some)
         except BaseException as error:
-            self._communicator.interrupt("a sharded update", error)
+            if has_begun or not isinstance(error, MismatchError):  # which all ranks raise before anything has changed
+                self._communicator.interrupt("a sharded update", error)
             raise
 
     def _compare(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
@@ -428,28 +425,20 @@ class _SlicedUpdates:
 
     # State ----------------------------------------------------------------------------------------
 
+    def _parts(self) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+        return itertools.chain.from_iterable(slices.parts() for slices in self._slices)
+
     def state_by_parameter(self) -> dict[torch.Tensor, dict[str, Any]]:
-        return {
-            slices.parameters[piece.entry]: self._state[tensor]
-            for slices in self._slices
-            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
-            if tensor in self._state
-        }
+        return {parameter: self._state[tensor] for _, tensor, parameter in self._parts() if tensor in self._state}
 
     def adopt_state(self) -> None:
         """Cut what the wrapped optimizer has as state to this rank's slice."""
         whole = self._optimizer.state
         if not whole:
             return
-        for slices in self._slices:
-            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True):
-                parameter = slices.parameters[piece.entry]
-                if parameter in whole:
-                    is_whole = slices.is_whole(piece)
-                    self._state[tensor] = {
-                        key: value if is_whole else _cut(value, parameter, piece.start, piece.stop)
-                        for key, value in whole[parameter].items()
-                    }
+        for piece, tensor, parameter in self._parts():
+            if parameter in whole:
+                self._state[tensor] = {key: _cut(value, parameter, piece) for key, value in whole[parameter].items()}
         have = bytes(parameter in whole for parameter in self._parameters())
         self._adopted = zlib.crc32(have, self._adopted)
         self._options = [], 0
@@ -492,9 +481,8 @@ class _SlicedUpdates:
     def copied_state(self) -> list[_CopiedState]:
         rank, size = self._communicator.rank, self._communicator.size
         return [
-            (rank, size, slices.parameters[piece.entry], piece.start, piece.stop, self._state[tensor])
-            for slices in self._slices
-            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
+            (rank, size, parameter, piece.start, piece.stop, self._state[tensor])
+            for piece, tensor, parameter in self._parts()
             if tensor in self._state
         ]
 
@@ -504,11 +492,7 @@ class _SlicedUpdates:
         Raises:
             ArgumentError: it was not.
         """
-        place = {
-            (id(slices.parameters[piece.entry]), piece.start, piece.stop): tensor
-            for slices in self._slices
-            for piece, tensor in zip(slices.pieces, slices.tensors, strict=True)
-        }
+        place = {(id(parameter), piece.start, piece.stop): tensor for piece, tensor, parameter in self._parts()}
         for rank, size, parameter, start, stop, state in copied:
             tensor = place.get((id(parameter), start, stop))
             if tensor is None or (rank, size) != (self._communicator.rank, self._communicator.size):
@@ -546,13 +530,14 @@ def _reject_shared_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def _cut(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
-    """A range of a state tensor that is shaped as its parameter; anything else unchanged."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+def _cut(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
+    """The piece of a state tensor that is shaped as its parameter; anything else unchanged."""
+    is_whole = piece.stop - piece.start == parameter.numel()
+    if is_whole or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     if value.stride() != parameter.stride():
         value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    return value.as_strided((stop - start,), (1,), value.storage_offset() + start).clone()
+    return value.as_strided((piece.stop - piece.start,), (1,), value.storage_offset() + piece.start).clone()
 
 
 def _join(

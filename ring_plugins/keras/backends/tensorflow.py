@@ -30,7 +30,7 @@ from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
-from ring_plugins.keras.buckets import Buckets, HostBuckets, aligned, call_weakly
+from ring_plugins.keras.buckets import HostBuckets, aligned, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 from ring_plugins.keras.patches import replaced
 from ring_plugins.keras.state import SEED_STRIDE
@@ -45,7 +45,7 @@ class Exchange(backends.Exchange):
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self._entries, self._settings = list(entries), settings
         self.communicator = connect().new_communicator(settings.name)
-        self.buckets: Buckets | None = None
+        self.buckets: HostBuckets | tensorflow_device.DeviceBuckets | None = None
         self._sparse: list[int] = []
         self._call = tf.numpy_function
         if connect().replaces:
@@ -71,7 +71,7 @@ class Exchange(backends.Exchange):
                 averages[i] = _average_sparse(gradients[i], self.communicator)
         return averages
 
-    def _plan(self) -> Buckets:
+    def _plan(self) -> HostBuckets | tensorflow_device.DeviceBuckets:
         """Create the buckets: on the GPUs if requested, unless compression is used, which rounds on the host."""
         entries, settings = list(self._entries), self._settings
         for i in self._sparse:
@@ -82,7 +82,7 @@ class Exchange(backends.Exchange):
             return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)
         return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding, overlap=settings.overlap)
 
-    def _average_dense(self, buckets: Buckets, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
+    def _average_dense(self, buckets: Any, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
         give_now, finish_now, after_pass = (
