@@ -195,8 +195,6 @@ class GradientAveraging:
             self.sharded = sharded(optimizer)
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
 
-    # Statistics -----------------------------------------------------------------------------------
-
     @property
     def statistics(self) -> Statistics:
         """Of the gradients that this has averaged since its exchange was made."""
@@ -206,8 +204,6 @@ class GradientAveraging:
     def passes(self) -> int:
         """Steps whose gradients were averaged."""
         return self.statistics.passes
-
-    # Installing and removing ------------------------------------------------------------------------
 
     @property
     def is_installed(self) -> bool:
@@ -263,8 +259,6 @@ class GradientAveraging:
             entries = [describe_gradient(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
             check_equal_optimizers(self.optimizer, self.exchange.communicator)
-
-    # A step -----------------------------------------------------------------------------------------
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average, then update. Replaces the optimizer's `apply`, with the same arguments."""
@@ -356,8 +350,6 @@ class GradientAveraging:
                 )
             self._dtypes[i] = gradient.dtype
 
-    # Accumulation -----------------------------------------------------------------------------------
-
     @property
     def accumulation_steps(self) -> int:
         """Steps per update of the optimizer."""
@@ -398,8 +390,6 @@ class GradientAveraging:
         """The accumulator of a variable; None for a variable that is set to its gradient (scales of float8)."""
         # Keras 3.15.1, optimizers/base_optimizer.py:490, finds it in the same way.
         return self.optimizer._accumulated_gradients[self.optimizer._get_variable_index(variable)]
-
-    # Variables ----------------------------------------------------------------------------------------
 
     @property
     def variables(self) -> list[Any]:

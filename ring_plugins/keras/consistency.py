@@ -60,9 +60,6 @@ def by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
 
 
-# Lost ranks ---------------------------------------------------------------------------------------
-
-
 class LossWatch:
     """Notices once that ranks were lost or have joined, at a place to which all ranks come."""
 
@@ -84,9 +81,6 @@ def check_equal_after_losses(checksums: Checksums, communicator: Communicator[An
     found = differing_weights(checksums, "after ranks were lost or joined", communicator)
     if found:
         raise DriftError(f"{found} Continue from a checkpoint.")
-
-
-# Weights ------------------------------------------------------------------------------------------
 
 
 def checksums_of(variables: Sequence[Any]) -> tuple[list[str], list[int]]:
@@ -246,9 +240,6 @@ def _differing_decisions(of_ranks: Sequence[dict[str, Any]], ranks: Sequence[int
         if not all_equal([*made.values()]):
             found.append(f"{name} ({by_rank([*made.values()], [*made])})")
     return ", ".join(found)
-
-
-# Options ------------------------------------------------------------------------------------------
 
 
 def updating_optimizers(optimizer: Any) -> list[Any]:

@@ -131,9 +131,6 @@ def share_state(
     return result
 
 
-# Callbacks ------------------------------------------------------------------------------------------
-
-
 def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Each with its class and a number: a script may give some callbacks to one rank only."""
     counts = Counter[str]()

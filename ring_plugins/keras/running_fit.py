@@ -104,9 +104,6 @@ def _any_has(callbacks: Any, attribute: str) -> bool:
     return any(getattr(callback, attribute, False) for callback in callbacks.callbacks)
 
 
-# Without BroadcastCallback ------------------------------------------------------------------------
-
-
 def expect_broadcast(callback: Any) -> None:
     """Compare the ranks' weights after the first step, if the list of `callback` has no `BroadcastCallback`.
 
@@ -137,9 +134,6 @@ class _FirstStepCheck(keras.callbacks.Callback):
         averages = any(AVERAGING in vars(optimizer) for optimizer in optimizers_of(self.model))
         if current().topology.rank == 0 and not averages:
             logger.warning(f"no gradients are averaged: each rank trains by itself. {_REMEDY}")
-
-
-# An exception ends it -----------------------------------------------------------------------------
 
 
 def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exception | None = None) -> None:

@@ -113,8 +113,6 @@ class ShardedUpdates:
         self._own: dict[str, Callable[..., Any]] = {}  # the optimizer's own methods
         self._replace()
 
-    # Installing and removing ------------------------------------------------------------------------
-
     def _replace(self) -> None:
         """Replace the instance's methods."""
         methods = {
@@ -141,8 +139,6 @@ class ShardedUpdates:
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
-
-    # Building ---------------------------------------------------------------------------------------
 
     def _build(self, variables: Sequence[Any]) -> None:
         """Build the optimizer for this rank's parts; replaces `build`."""
@@ -196,8 +192,6 @@ class ShardedUpdates:
         self._slices = None
         self._index_of_slot = {}
         return had
-
-    # Meeting and parting ----------------------------------------------------------------------------
 
     def share(self, variables: Sequence[Any], root: int | None = None) -> None:
         """Divide the optimizer's state among the ranks. Collective the first time, a no-op until `disconnect`.
@@ -390,8 +384,6 @@ class ShardedUpdates:
                 "give the state to all ranks again."
             )
 
-    # A step -----------------------------------------------------------------------------------------
-
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         """Do nothing: `_update`, which follows, does it; replaces the optimizer's method."""
 
@@ -428,8 +420,6 @@ class ShardedUpdates:
             "the number of steps": keras.ops.convert_to_tensor(optimizer._iterations),
         }
         slices.gather(indices, options)
-
-    # State ------------------------------------------------------------------------------------------
 
     def take_part_in_saving(self) -> None:
         """Send this rank's parts to ranks that save. Collective."""

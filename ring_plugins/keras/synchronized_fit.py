@@ -99,8 +99,6 @@ class SynchronizedFit:
     def _is_running(self) -> bool:
         return self in _running
 
-    # Its beginning ----------------------------------------------------------------------------------
-
     def begin(self, finalizer: weakref.finalize[..., Any] | None) -> None:
         """Meet the other ranks. Collective.
 
@@ -223,8 +221,6 @@ class SynchronizedFit:
         assert sharded is not None
         sharded.take_part_in_saving()
 
-    # A process joins --------------------------------------------------------------------------------
-
     def _join(self) -> None:
         """In a process that takes the place of a lost rank: go on with the others from the end of an epoch."""
         self._settle_writers()  # what they have not written belongs to this process alone
@@ -261,8 +257,6 @@ class SynchronizedFit:
     def _forget_joining(self) -> None:
         """Let a later `fit` begin where the other ranks' does: Keras has read where this one begins, but keeps it."""
         self._model._initial_epoch = self._first_epoch
-
-    # Its epochs -------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> None:
         self._is_synchronized = False
@@ -334,8 +328,6 @@ class SynchronizedFit:
                 averaging.sharded.restore(self._root.rank_in(self._communicator))
         self._restore()
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _passes(self) -> int:
         return sum(averaging.passes for averaging in averagings_of(self._model))
 
@@ -383,8 +375,6 @@ class SynchronizedFit:
         )
         if decided and self._root.is_here():
             logger.warning(decided)
-
-    # Its end ----------------------------------------------------------------------------------------
 
     def _tell_interrupted(self, cause: MismatchError | None) -> None:
         averagers = [

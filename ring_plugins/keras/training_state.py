@@ -122,8 +122,6 @@ class TrainingState:
         elif largest != -negated_smallest:
             self._raise_difference()
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _place(self) -> str:
         """Where the script is, and with what: a second state of a joiner would keep the values of its first line."""
         return (

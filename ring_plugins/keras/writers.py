@@ -226,9 +226,6 @@ def warn_of_lone_writers(writers: Sequence[HeldWriter], communicator: Communicat
 _warned: set[str] = set()
 
 
-# Without writing ----------------------------------------------------------------------------------
-
-
 class _Unsaved:
     """A model that is not saved when it should be."""
 
@@ -270,9 +267,6 @@ def _without_writing(writer: Any) -> Iterator[bool]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-# Taking over --------------------------------------------------------------------------------------
 
 
 def _continue(writer: Any) -> None:

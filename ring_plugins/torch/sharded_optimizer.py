@@ -293,8 +293,6 @@ class _SlicedUpdates:
                 "optimizer that wraps it, or shard it again if that one was closed."
             )
 
-    # Parameters and slices ------------------------------------------------------------------------
-
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
@@ -345,8 +343,6 @@ class _SlicedUpdates:
                 group["params"] = parameters
             optimizer.state = state
             self._is_inside = False
-
-    # A step ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self) -> None:
@@ -423,8 +419,6 @@ class _SlicedUpdates:
             )
         self._has_compared_weights = True
 
-    # State ----------------------------------------------------------------------------------------
-
     def _parts(self) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
         return itertools.chain.from_iterable(slices.parts() for slices in self._slices)
 
@@ -475,8 +469,6 @@ class _SlicedUpdates:
             return optimizer.state_dict()
         finally:
             optimizer.state, self._is_inside = empty, False
-
-    # Copies ---------------------------------------------------------------------------------------
 
     def copied_state(self) -> list[_CopiedState]:
         rank, size = self._communicator.rank, self._communicator.size

@@ -168,8 +168,6 @@ class TrainingState:
             world.elastic.tell_changes()
         return bool(joined)
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _place(self) -> str:
         """Which of the script's states this is: a second one of a joiner would keep the values of its first line."""
         averaged = averaged_orders({name: getattr(self, name) for name in self._names})

@@ -127,8 +127,6 @@ class DeviceBuckets:
         self.reducer = GradientReducer(self, self._communicator, Op.SUM)  # they are scaled already
         self._compiled = jax.jit(call_weakly(self._average))
 
-    # While a step is traced -------------------------------------------------------------------------
-
     def average(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """Average gradients, by index of their variables, traced or not.
 
@@ -167,8 +165,6 @@ class DeviceBuckets:
                     averages[i] = part.reshape(gradients[i].shape)
             averages.update({i: next(results) for i in self.plan.buckets[index].direct})
         return averages
-
-    # In every step, called by XLA -------------------------------------------------------------------
 
     def _give(self, index: int, stream: int, pointers: list[int]) -> None:
         """Let NCCL reduce a bucket behind the work that XLA's stream has so far."""
