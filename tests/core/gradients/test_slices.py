@@ -1,9 +1,11 @@
 """Which rank updates what: every element belongs to exactly one rank, and ranks have equal shares."""
 
+import numpy as np
 import pytest
 
 from ring_plugins.core.gradients.fusion import Entry, FusionPlan
-from ring_plugins.core.gradients.slices import ROUND_SIZES, plan_rounds
+from ring_plugins.core.gradients.slices import ROUND_SIZES, SliceGather, UpdateComparison, plan_rounds
+from tests.core.collectives.thread_ranks import on_thread_ranks
 
 SIZES = [(700_000, "float32"), (3, "float32"), (0, "float32"), (1, "float64"), (150_001, "float16"), (40, "float64")]
 ENTRIES = [Entry(f"p{i}", dtype, count) for i, (count, dtype) in enumerate(SIZES * 5)]
@@ -64,3 +66,36 @@ def test_what_has_to_stay_together_is_not_cut(size):
         if one.is_direct:
             assert max(one.counts) - min(one.counts) <= 2000
     assert [found[i] for i in range(len(ENTRIES))] == [entry.count for entry in ENTRIES]
+
+
+@pytest.mark.parametrize("whole_tensors", [False, True])
+def test_every_rank_gets_the_slices_of_all(whole_tensors):
+    entries = ENTRIES[:6]
+
+    def rank_of(rank, communicator):
+        plan = FusionPlan(entries, ROUND_SIZES)
+        rounds = plan_rounds(plan, communicator.size, whole_tensors)
+        gather = SliceGather(plan, rounds, communicator)
+        wholes = {i: np.zeros(entry.count, entry.dtype) for i, entry in enumerate(entries)}
+        for number, one in enumerate(rounds):
+            own = {p.entry: (np.arange(p.start, p.stop) % 99).astype(entries[p.entry].dtype) for p in one.pieces[rank]}
+            if number % 2:  # it lies where it belongs
+                for piece in one.pieces[rank]:
+                    wholes[piece.entry][piece.start : piece.stop] = own[piece.entry]
+                    own[piece.entry] = wholes[piece.entry][piece.start : piece.stop]
+            gather.run(number, one.entries, wholes, own)
+        return all(np.array_equal(whole, (np.arange(whole.size) % 99).astype(whole.dtype)) for whole in wholes.values())
+
+    assert on_thread_ranks(3, rank_of) == [True] * 3
+
+
+def test_updates_that_differ_are_explained_on_all_ranks():
+    def rank_of(rank, communicator):
+        comparison = UpdateComparison(communicator, "Do the same.")
+        assert not comparison.differs(7)
+        assert comparison.differs(7 + rank)
+        assert comparison.explain({"rate": 0.1}) is None
+        return str(comparison.explain({"steps": 3, "rate": rank / 2}))
+
+    text = "a sharded update differs among the ranks: rate is [0.0, 0.5], in rank order. Do the same."
+    assert on_thread_ranks(2, rank_of) == [text] * 2
