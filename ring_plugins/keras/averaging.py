@@ -44,7 +44,7 @@ from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import reject_before_joining
 from ring_plugins.keras.patches import Patch
 from ring_plugins.keras.running_fit import AVERAGING, watch_fit
-from ring_plugins.keras.sharded_optimizer import ShardedUpdates, check_shardable, is_sharded, sharded
+from ring_plugins.keras.sharded_optimizer import check_shardable, sharded
 from ring_plugins.keras.slices import describe_gradient
 from ring_plugins.keras.state import optimizers_of
 from ring_plugins.keras.validation import warn_of_gpu_copies
@@ -190,9 +190,7 @@ class GradientAveraging:
         self._patch: Patch | None = None
         self._is_averaged = False  # while `stateless_apply` calls `apply`
         self.weights = WeightComparison(optimizer)
-        self.sharded: ShardedUpdates | None = None
-        if shard_optimizer or is_sharded(optimizer):
-            self.sharded = sharded(optimizer)
+        self.sharded = sharded(optimizer, shard_optimizer)
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
 
     @property
@@ -213,8 +211,7 @@ class GradientAveraging:
     def install(self) -> None:
         """Replace the instance's methods."""
         if self._patch is None:
-            opaque = backend().opaque
-            methods = {"apply": opaque(self.apply), "stateless_apply": opaque(self.stateless_apply)}
+            methods = {name: backend().opaque(getattr(self, name)) for name in ("apply", "stateless_apply")}
             self._patch = Patch(self.optimizer, **methods, **{AVERAGING: self})
             _installed.add(self)
 

@@ -36,7 +36,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.patches import Patch
+from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.slices import Slices
 from ring_plugins.keras.state import PART, broadcast_array, innermost, nested, value_of
 from ring_plugins.observe.consistency import checksum
@@ -60,28 +60,37 @@ def check_shardable(optimizer: Any) -> None:
         )
 
 
-def is_sharded(optimizer: Any) -> bool:
-    """Whether an optimizer is sharded, or has been when an exception ended a `fit`; the outermost one is given."""
-    return _ATTRIBUTE in vars(innermost(optimizer))
-
-
-def sharded(optimizer: Any) -> ShardedUpdates:
-    """What shards an optimizer; made if it is not sharded yet.
+def sharded(optimizer: Any, is_wanted: bool) -> ShardedUpdates | None:
+    """What shards an optimizer, if it is to be sharded, or has been when an exception ended a `fit`.
 
     Args:
         optimizer: the outermost one.
+        is_wanted: whether it is made if it is not sharded yet.
 
     Raises:
         ArgumentError: it cannot be sharded.
         RingError: another rank has its state.
     """
-    found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
+    found = _sharding(optimizer)
     if found is not None:
         found.check_is_here()
-        return found
-    check_shardable(optimizer)
-    connect().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
-    return ShardedUpdates(optimizer)
+    elif is_wanted:
+        check_shardable(optimizer)
+        connect().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
+        found = ShardedUpdates(optimizer)
+    return found
+
+
+def readmit(optimizer: Any) -> None:
+    """Let an optimizer whose state is on another rank, since `restore`, be used again, without state."""
+    found = _sharding(optimizer)
+    if found is not None and found.left_to is not None:
+        found.forget()
+
+
+def _sharding(optimizer: Any) -> ShardedUpdates | None:
+    found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
+    return found
 
 
 class ShardedUpdates:
@@ -305,18 +314,13 @@ class ShardedUpdates:
             if root is None or communicator.rank == root:
                 whole = loaded.pop(id(before)) if kind == "loaded" else value_of(before)
             else:
-                whole = self._whole_like(variable, i)
+                owner = optimizer._trainable_variables[i]
+                whole = np.empty(tuple(owner.shape), value_of(variable).dtype)
             if had:
                 had[k] = before = None  # gives its memory back
             if root is not None:
                 broadcast_array(whole, root, communicator)
             variable.assign(self._slices.layout.cut(i, whole))
-
-    def _whole_like(self, slot: Any, i: int) -> Array:
-        """Memory for all of a slot variable."""
-        assert self._slices is not None
-        shape = tuple(self._optimizer._trainable_variables[i].shape)
-        return np.empty(shape, value_of(slot).dtype)
 
     def restore(self, root: int | None = None) -> None:
         """Make it an ordinary optimizer again, after `share`. Collective.
@@ -326,48 +330,37 @@ class ShardedUpdates:
                 `BroadcastCallback` or `broadcast_variables`, which bring them the root's state. By default all ranks
                 get it.
         """
-        communicator, optimizer = self.communicator, self._optimizer
-        if communicator is None:  # not shared yet, or an exception ended a fit
-            if not self._is_shared:
-                self._restore_alone()
-                return
+        communicator, optimizer, loaded = self.communicator, self._optimizer, self._whole_slots
+        if communicator is None and self._is_shared:
             raise RingError(
                 "an exception has ended the last fit of this sharded optimizer, so its state is in parts. Call fit() "
                 "again on all ranks, or load a checkpoint into a new optimizer."
             )
-        is_here = root is None or communicator.rank == root
-        variables, slots = list(optimizer._trainable_variables), dict(self._index_of_slot)
-        assert self._slices is not None
-        layout = self._slices.layout
+        if not optimizer.built or self._slices is None:
+            self._remove()
+            return
+        variables, slots, layout = list(optimizer._trainable_variables), dict(self._index_of_slot), self._slices.layout
         had = self._unbuild()
+        is_here = communicator is None or root is None or communicator.rank == root
         if is_here:
             self._remove()
             optimizer.build(variables)
-        else:  # remains as it is, since `fit` may build it before any callback is called
+        elif communicator is not None:  # remains as it is, since `fit` may build it before any callback is called
             self.left_to = communicator.ranks[root or 0]
+        whole: Array | None
         for k, before in enumerate(had):
             i = slots.get(id(before))
-            whole = value_of(before) if i is None else _gather(before, variables[i], layout.counts(i), communicator)
-            if is_here and optimizer.variables[k] is not before:
+            if i is None:
+                whole = value_of(before)
+            elif communicator is not None:
+                whole = _gather(before, variables[i], layout.counts(i), communicator)
+            else:  # not shared yet: what this rank has loaded, if anything
+                whole = loaded.get(id(before))
+            if is_here and whole is not None and optimizer.variables[k] is not before:
                 optimizer.variables[k].assign(whole)
             had[k] = None
         self.disconnect()
         self._is_shared = False
-
-    def _restore_alone(self) -> None:
-        """Make it an ordinary optimizer again, with what this rank has loaded, if anything."""
-        optimizer, loaded = self._optimizer, self._whole_slots
-        if not optimizer.built or self._kind() == "whole":
-            self._remove()
-            return
-        variables, had = list(optimizer._trainable_variables), self._unbuild()
-        self._remove()
-        optimizer.build(variables)
-        for before, variable in zip(had, optimizer.variables, strict=True):
-            if id(before) in loaded:
-                variable.assign(loaded[id(before)])
-            elif not hasattr(before, PART) and before is not variable:
-                variable.assign(value_of(before))
 
     def forget(self) -> None:
         """Leave an ordinary optimizer that is not built."""
@@ -407,14 +400,10 @@ class ShardedUpdates:
         slices.load(mine)
         parts = [slices.variables[i] for i in mine]
         gradients = [slices.cut(i, by_index[i]) for i in mine]
-        keys = optimizer._trainable_variables_indices
-        optimizer._trainable_variables_indices = self._keys
-        try:
+        with replaced(optimizer, _trainable_variables_indices=self._keys):
             if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:  # torch rejects an empty list
                 self._own["_apply_weight_decay"](decaying)
             self._own["_backend_update_step"](gradients, parts, learning_rate)
-        finally:
-            optimizer._trainable_variables_indices = keys
         options = {
             "the learning rate": keras.ops.convert_to_tensor(learning_rate),
             "the number of steps": keras.ops.convert_to_tensor(optimizer._iterations),
@@ -440,15 +429,11 @@ class ShardedUpdates:
                 yield k, value_of(variable)
             else:
                 owner = self._optimizer._trainable_variables[i]
-                communicator = self._saving_communicator()
+                if self.communicator is None:  # built, but not used yet
+                    self.share(self._optimizer._trainable_variables)
                 assert self._slices is not None
-                yield k, _gather(variable, owner, self._slices.layout.counts(i), communicator)
-
-    def _saving_communicator(self) -> Communicator:
-        if self.communicator is None:  # built, but not used yet
-            self.share(self._optimizer._trainable_variables)
-        assert self.communicator is not None
-        return self.communicator
+                assert self.communicator is not None
+                yield k, _gather(variable, owner, self._slices.layout.counts(i), self.communicator)
 
     def _save(self, saved: Any, store: Any) -> None:
         """Write the ordinary format; replaces `save_own_variables` of an optimizer and of the ones around it."""
@@ -501,10 +486,3 @@ def _gather(slot: Any, variable: Any, counts: Sequence[int], communicator: Commu
     source, target = HostMemory(part.reshape(-1), dtype), HostMemory(out.reshape(-1), dtype)
     communicator.start(_SAVING, lambda: communicator.all_gather(source, target, counts)).wait()
     return whole
-
-
-def readmit(optimizer: Any) -> None:
-    """Let an optimizer whose state is on another rank, since `restore`, be used again, without state."""
-    found: ShardedUpdates | None = vars(innermost(optimizer)).get(_ATTRIBUTE)
-    if found is not None and found.left_to is not None:
-        found.forget()

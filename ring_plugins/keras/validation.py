@@ -18,6 +18,7 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
@@ -211,10 +212,11 @@ def warn_of_gpu_copies(rank: int, is_compressed: bool = False) -> None:
     warnings.warn(warning, stacklevel=2)
 
 
-def all_use_nccl(has_gpu: bool, framework: str, communicator: Communicator[Any]) -> bool:
+def all_use_nccl(switch: config.Variable[bool], has_gpu: bool, framework: str, communicator: Communicator[Any]) -> bool:
     """Whether NCCL averages the backend's gradients on all ranks. Collective.
 
     Args:
+        switch: the variable that requests it.
         has_gpu: whether this rank has one.
         framework: its name, for the error.
         communicator: of all ranks.
@@ -222,8 +224,6 @@ def all_use_nccl(has_gpu: bool, framework: str, communicator: Communicator[Any])
     Raises:
         MismatchError: some ranks request that and have a GPU, and others do not.
     """
-    switch = backend().nccl
-    assert switch is not None
     where = communicator.all_gather_object(switch.get() and has_gpu, "choice of NCCL")
     if len(set(where)) > 1:
         lacking = [rank for rank, is_there in zip(communicator.ranks, where, strict=True) if not is_there]

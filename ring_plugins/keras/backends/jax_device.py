@@ -29,6 +29,7 @@ import jax
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
@@ -81,7 +82,7 @@ def connect(name: str, host: Communicator) -> Connection | None:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
         ArgumentError: this version of JAX passes no pointers.
     """
-    if not all_use_nccl(computes_on_gpus(), "JAX", host):
+    if not all_use_nccl(config.JAX_NCCL, computes_on_gpus(), "JAX", host):
         return None
     if not has_buffer_callback():
         raise ArgumentError(

@@ -73,12 +73,17 @@ def call_on_gpu(function: Callable[[int, list[int]], None], operands: Sequence[A
     """
 
     def call(context: Any, results: list[Any], *given: Any) -> None:
-        pointers = [tensor_in(result.__dlpack__()).pointer for result in results]
-        if pointers != [tensor_in(operand.__dlpack__()).pointer for operand in given[: len(results)]]:
+        pointers = list(map(_address, results))
+        if pointers != list(map(_address, given[: len(results)])):
             raise DeviceError("XLA gave a result other memory than the operand that it was to overwrite.")
         function(stream_of(context), pointers)
 
     return _in_place(call, operands)
+
+
+def _address(buffer: Any) -> int:
+    capsule = buffer.__dlpack__()  # without which the description is not valid
+    return tensor_in(capsule).pointer
 
 
 def stream_of(context: Any) -> int:

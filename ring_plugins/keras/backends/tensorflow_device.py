@@ -26,6 +26,7 @@ import tensorflow as tf
 from ring_plugins.core.arrays import memory as dlpack
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory
+from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu import load_driver
@@ -51,7 +52,8 @@ def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
     Raises:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
     """
-    if not all_use_nccl(bool(tf.config.list_logical_devices(GPU.partition(":")[0])), "TensorFlow", host):
+    has_gpu = bool(tf.config.list_logical_devices(GPU.partition(":")[0]))
+    if not all_use_nccl(config.TENSORFLOW_NCCL, has_gpu, "TensorFlow", host):
         return None
     driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
