@@ -19,8 +19,8 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.joining.join import admit, checksum_of, if_different, join
-from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone
+from ring_plugins.core.joining.join import checksum_of, if_different
+from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, averaging_optimizers
 from ring_plugins.keras.consistency import LossWatch, check_equal_after_losses
@@ -28,11 +28,8 @@ from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import kind_of_state, set_joins_between_fits, share_state
 from ring_plugins.keras.state import build_optimizer, optimizers_among, weight_checksums
 
-#: How many a process has made.
-_made = 0
 
-
-class TrainingState:
+class TrainingState(ListedState):
     """Where a script with a loop of its own has come to; a process that replaces a lost rank gets it.
 
         state = TrainingState(model, epoch=0)
@@ -60,22 +57,12 @@ class TrainingState:
     """
 
     def __init__(self, model: Any, **values: Any) -> None:
-        for name in values:
-            if hasattr(type(self), name) or name.startswith("_"):
-                raise ArgumentError(f"TrainingState({name}=...): choose another name.")
-        global _made
-        _made += 1
-        self._number = _made
         world = connect()
         self._parts = [model, *(value for value in values.values() if _is_part(value))]
         self._names = [name for name, value in values.items() if not _is_part(value)]
-        self._has_joined = False
-        self._operations_at_join = -1
-        for name, value in values.items():
-            setattr(self, name, value)
+        super().__init__(values, self._names)
         if not world.replaces:
             return
-        check_picklable({name: values[name] for name in self._names})
         self._build()
         self._losses = LossWatch()
         #: On JAX, at the last commit: each averaging's steps, its weights' values, and the optimizer's own count.
@@ -83,12 +70,8 @@ class TrainingState:
         self._check_assigned()
         set_joins_between_fits()
         if world.is_joining:
-            joined = join(self._place(), "call TrainingState.commit()")
-            with fails_alone():
-                self._share(joined)
-            world.elastic.tell_changes()
+            self._join("call TrainingState.commit()")
             self._check_assigned()
-            self._operations_at_join = world.operations()
 
     def commit(self) -> None:
         """Let waiting processes join here; call it on all ranks before each `fit`, or at the beginning of each epoch.
@@ -100,12 +83,11 @@ class TrainingState:
                 last steps were not assigned to the variables.
         """
         world = current()
-        is_where_others_let_it_join = world.operations() == self._operations_at_join
-        if not world.replaces or is_where_others_let_it_join:
+        if not world.replaces or self._is_where_it_joined():
             return
         averaging = self._averaging()
         self._check_assigned()
-        place = checksum_of(self._integers()) if self._has_joined else 0
+        place = checksum_of(self._integers_of(self._names)) if self._has_joined else 0
         flags = np.array([world.elastic.wants_change, place, -place], np.int64)
         with purpose("TrainingState"):
             world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
@@ -116,18 +98,11 @@ class TrainingState:
             check_equal_after_losses(self._checksums, world.communicator)
         if world.elastic.changes.untold:
             world.elastic.tell_changes()
-        if world.elastic.pending and (joined := admit(self._place(), added=True)):
-            self._share(joined)
-            world.elastic.tell_changes()
-        elif largest != -negated_smallest:
+        if not self._let_join(added=True) and largest != -negated_smallest:
             self._raise_difference()
 
-    def _place(self) -> str:
-        """Where the script is, and with what: a second state of a joiner would keep the values of its first line."""
-        return (
-            f"TrainingState {self._number} of {_made} made so far, of {', '.join(self._names) or 'no values'} and "
-            f"{kind_of_state(*self._parts)}"
-        )
+    def _described(self) -> str:
+        return f"{', '.join(self._names) or 'no values'} and {kind_of_state(*self._parts)}"
 
     def _build(self) -> None:
         """Make what the first steps would make later: variables of optimizers, and memory for their gradients."""
@@ -194,13 +169,9 @@ class TrainingState:
             setattr(self, name, value)
         self._has_joined = True
 
-    def _integers(self) -> dict[str, int]:
-        """What says where this rank is in the training."""
-        return {name: value for name in self._names if isinstance(value := getattr(self, name), int)}
-
     def _raise_difference(self) -> None:
         """Raise on all ranks, because these differ; collective."""
-        if told := if_different(self._integers()):
+        if told := if_different(self._integers_of(self._names)):
             raise MismatchError(
                 f"ranks are at different places of the training since a process has joined: {told}. Begin the loop "
                 "with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`, and "

@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.joining.join import admit, if_different, join
-from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone, transfer_state
+from ring_plugins.core.joining.join import if_different
+from ring_plugins.core.joining.state_transfer import fails_alone, transfer_state
+from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import common_place
 from ring_plugins.torch.broadcast import Placeholder
@@ -31,9 +32,6 @@ from ring_plugins.torch.tensor_memory import dense_memory, is_dense
 from ring_plugins.torch.trained_parts import averaged_orders, take_trained_parts, trained_parts
 
 T = TypeVar("T")
-
-#: How many a process has made.
-_made = 0
 
 
 @runtime_checkable
@@ -45,7 +43,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class TrainingState:
+class TrainingState(ListedState):
     """The state of a training; a process that replaces a lost rank gets it from the other ranks.
 
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0)
@@ -73,36 +71,22 @@ class TrainingState:
     """
 
     def __init__(self, **state: Any) -> None:
-        for name in state:
-            if hasattr(type(self), name) or name.startswith("_"):
-                raise ArgumentError(f"TrainingState({name}=...): choose another name.")
-        if current().replaces:
-            check_picklable({name: value for name, value in state.items() if not isinstance(value, Stateful)})
-        global _made
-        _made += 1
-        self._number = _made
+        super().__init__(state, [name for name, value in state.items() if not isinstance(value, Stateful)])
         self._names = list(state)
         #: Batches of this epoch that are done, and how many it has; 0 and None outside of `batches`.
         self._batch = 0
         self._batches: int | None = None
-        self._resumes = self._has_joined = False
+        self._resumes = False
         #: Whether `batches` runs, and over which data; and that of the last one in which `commit` was called.
         self._is_in_epoch, self._data = False, None
         self._trained_on: Any = None
         #: Whether there is such data, and the number of shards in the last epoch; a joiner gets the others'.
         self._commits_within, self._shards = False, current().members.shards
-        self._operations_at_join = -1
         #: Calls of `commit` since a process has last joined.
         self._commits = 0
-        for name, value in state.items():
-            setattr(self, name, value)
         if current().is_joining:
-            joined = join(self._place(), "average gradients and call TrainingState.commit()")
-            with fails_alone():
-                self._share(joined)
+            self._join("average gradients and call TrainingState.commit()")
             self._resumes = True
-            current().elastic.tell_changes()
-            self._operations_at_join = current().operations()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over a loader; a process that joined in the middle of an epoch begins with the next batch.
@@ -149,30 +133,17 @@ class TrainingState:
         Raises:
             MismatchError: after a process has joined, an integer of the state differs among ranks.
         """
-        world = current()
         if self._is_in_epoch:  # in a process that has joined, behind the place at which the others let it join
             self._trained_on, self._commits_within = self._data, True
-        elif world.operations() == self._operations_at_join:  # at that place, or where the epoch began
+        elif self._is_where_it_joined():  # at that place, or where the epoch began
             return
         if not self._let_join(added=not self._is_in_epoch) and self._has_joined:
             self._commits += 1
             self._compare()
 
-    def _let_join(self, added: bool) -> bool:
-        """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
-        world = current()
-        is_pending = world.elastic.is_pending or (added and world.elastic.pending)
-        joined = admit(self._place(), added=added) if is_pending else ()
-        if joined:
-            self._share(joined)
-            world.elastic.tell_changes()
-        return bool(joined)
-
-    def _place(self) -> str:
-        """Which of the script's states this is: a second one of a joiner would keep the values of its first line."""
+    def _described(self) -> str:
         averaged = averaged_orders({name: getattr(self, name) for name in self._names})
-        named = ", ".join(self._names) or "nothing"
-        return f"TrainingState {self._number} of {_made} made so far, of {named}{averaged}"
+        return f"{', '.join(self._names) or 'nothing'}{averaged}"
 
     def _state(self) -> dict[str, Any]:
         """All that a joiner needs; apart from tensors, it shares nothing with the live objects."""
@@ -213,8 +184,7 @@ class TrainingState:
 
     def _integers(self) -> dict[str, int]:
         """What says where this rank is; calls are counted, so that passes compare the same one on all ranks."""
-        found = {name: v for name in self._names if isinstance(v := getattr(self, name), int)}
-        return {**found, "batches": self._batch, "calls of commit": self._commits}
+        return {**self._integers_of(self._names), "batches": self._batch, "calls of commit": self._commits}
 
     def _compare(self) -> None:
         """Check that ranks are at the same place: a joiner that does not use `batches` is in another step.
