@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -37,7 +36,7 @@ from ring_plugins.core.collectives.validation import on_all_or_none, rejections_
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.patches import Patch, replaced
-from ring_plugins.keras.slices import Slices
+from ring_plugins.keras.slices import CutStore, Slices, gather_slot
 from ring_plugins.keras.state import PART, broadcast_array, innermost, nested, value_of
 from ring_plugins.observe.consistency import checksum
 
@@ -46,7 +45,6 @@ ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD",
 )  # fmt: skip
 _ATTRIBUTE = "_ring_sharded"
-_SAVING = "saving a sharded optimizer, in which all ranks take part,"
 
 
 def check_shardable(optimizer: Any) -> None:
@@ -107,8 +105,6 @@ class ShardedUpdates:
 
     def __init__(self, optimizer: Any) -> None:
         self._outer, self._optimizer = optimizer, innermost(optimizer)
-        topology = connect().topology
-        self._rank, self._size = topology.rank, topology.size
         self.communicator: Communicator | None = None
         self.before_saving: Callable[[], None] | None = None
         self.left_to: int | None = None
@@ -119,11 +115,6 @@ class ShardedUpdates:
         self._whole_slots: dict[int, Array] = {}  # by id of a slot variable what was loaded for it, until `share`
         self._is_shared = False  # whether all ranks have been together in `share`
         self._loaded = 0  # describes the checkpoints that were loaded since
-        self._own: dict[str, Callable[..., Any]] = {}  # the optimizer's own methods
-        self._replace()
-
-    def _replace(self) -> None:
-        """Replace the instance's methods."""
         methods = {
             "build": self._build,
             "add_variable_from_reference": self._add_variable,
@@ -131,7 +122,7 @@ class ShardedUpdates:
             "_backend_update_step": self._update,
         }
         patch = Patch(self._optimizer, **methods, **{_ATTRIBUTE: self})
-        self._own, self._patches = patch.before, [patch]
+        self._own, self._patches = patch.before, [patch]  # the optimizer's own methods
         for one in nested(self._outer):
             save, load = functools.partial(self._save, one), functools.partial(self._load, one)
             self._patches.append(Patch(one, save_own_variables=save, load_own_variables=load))
@@ -158,7 +149,8 @@ class ShardedUpdates:
         if foreign is not None:
             raise ArgumentError(f"{foreign.name} is not a keras.Variable; sharded optimizers update only those.")
         with backend().at_once():
-            self._slices = backend().Slices(variables, self._rank, self._size)
+            topology = connect().topology
+            self._slices = backend().Slices(variables, topology.rank, topology.size)
             self._indices = {id(variable): i for i, variable in enumerate(variables)}
             self._index_of_slot = {}
             self._own["build"](variables)
@@ -353,7 +345,7 @@ class ShardedUpdates:
             if i is None:
                 whole = value_of(before)
             elif communicator is not None:
-                whole = _gather(before, variables[i], layout.counts(i), communicator)
+                whole = gather_slot(before, variables[i], layout.counts(i), communicator)
             else:  # not shared yet: what this rank has loaded, if anything
                 whole = loaded.get(id(before))
             if is_here and whole is not None and optimizer.variables[k] is not before:
@@ -372,9 +364,9 @@ class ShardedUpdates:
         """Raise `RingError` if another rank has the state, since `restore`."""
         if self.left_to is not None:
             raise RingError(
-                f"fit() with a sharded optimizer has left the whole state on rank {self.left_to}; rank {self._rank} "
-                f"has none. Save the model on rank {self.left_to}. BroadcastCallback and broadcast_variables(model) "
-                "give the state to all ranks again."
+                f"fit() with a sharded optimizer has left the whole state on rank {self.left_to}; rank "
+                f"{connect().topology.rank} has none. Save the model on rank {self.left_to}. BroadcastCallback and "
+                "broadcast_variables(model) give the state to all ranks again."
             )
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
@@ -433,7 +425,7 @@ class ShardedUpdates:
                     self.share(self._optimizer._trainable_variables)
                 assert self._slices is not None
                 assert self.communicator is not None
-                yield k, _gather(variable, owner, self._slices.layout.counts(i), self.communicator)
+                yield k, gather_slot(variable, owner, self._slices.layout.counts(i), self.communicator)
 
     def _save(self, saved: Any, store: Any) -> None:
         """Write the ordinary format; replaces `save_own_variables` of an optimizer and of the ones around it."""
@@ -451,7 +443,7 @@ class ShardedUpdates:
             original(loaded, store)
             return
         slots = {str(k): v for k, v in enumerate(loaded.variables) if id(v) in self._index_of_slot}
-        original(loaded, _Cut(store, slots, self._cut_loaded))
+        original(loaded, CutStore(store, slots, self._cut_loaded))
         sums = [checksum(np.asarray(store[key])) for key in store.keys()]  # noqa: SIM118 - a file may have no iterator
         self._loaded = zlib.crc32(repr(sums).encode(), self._loaded)
         self._slices.loaded = self._loaded
@@ -462,27 +454,3 @@ class ShardedUpdates:
             self._whole_slots[id(slot)] = whole
         assert self._slices is not None
         return self._slices.layout.cut(self._index_of_slot[id(slot)], whole)
-
-
-class _Cut:
-    """A store of variables, of which slots are cut to this rank's part."""
-
-    def __init__(self, store: Any, slots: Mapping[str, Any], cut: Callable[[Any, Any], Array]) -> None:
-        self._store, self._slots, self._cut = store, slots, cut
-
-    def keys(self) -> Any:
-        return self._store.keys()
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._store[key]
-        return self._cut(self._slots[key], value) if key in self._slots else value
-
-
-def _gather(slot: Any, variable: Any, counts: Sequence[int], communicator: Communicator) -> Array:
-    """All of a slot variable. Collective."""
-    mine = value_of(slot)
-    whole = np.empty(tuple(variable.shape), mine.dtype)
-    (part, dtype), (out, _) = host_array(mine), host_array(whole)
-    source, target = HostMemory(part.reshape(-1), dtype), HostMemory(out.reshape(-1), dtype)
-    communicator.start(_SAVING, lambda: communicator.all_gather(source, target, counts)).wait()
-    return whole

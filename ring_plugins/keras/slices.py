@@ -5,12 +5,14 @@ from __future__ import annotations
 import abc
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from ring_plugins.core.arrays.dtypes import STORAGE
+from ring_plugins.core.arrays.memory import HostMemory, host_array
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -192,3 +194,30 @@ def _new_part(variable: Any, shape: tuple[int, ...]) -> Any:
 
 def _grain(shape: Sequence[int], size: int) -> int:
     return max(1, math.prod(shape[1:])) if len(shape) > 1 and shape[0] >= _ROWS * size else 1
+
+
+class CutStore:
+    """A store of variables, of which slots are cut to this rank's part."""
+
+    def __init__(self, store: Any, slots: Mapping[str, Any], cut: Callable[[Any, Any], Array]) -> None:
+        self._store, self._slots, self._cut = store, slots, cut
+
+    def keys(self) -> Any:
+        return self._store.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._store[key]
+        return self._cut(self._slots[key], value) if key in self._slots else value
+
+
+def gather_slot(slot: Any, variable: Any, counts: Sequence[int], communicator: Communicator[Any]) -> Array:
+    """All of a slot variable. Collective."""
+    mine = np.array(keras.ops.convert_to_numpy(slot), order="C")
+    whole = np.empty(tuple(variable.shape), mine.dtype)
+    (part, dtype), (out, _) = host_array(mine), host_array(whole)
+    source, target = HostMemory(part.reshape(-1), dtype), HostMemory(out.reshape(-1), dtype)
+    communicator.start(
+        "saving a sharded optimizer, in which all ranks take part,",
+        lambda: communicator.all_gather(source, target, counts),
+    ).wait()
+    return whole
