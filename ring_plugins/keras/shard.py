@@ -2,7 +2,8 @@
 
 Indexable data (arrays, `PyDataset`, torch's `DataLoader`) is divided by an `Order` that every rank computes from the
 same seed, so that shuffled parts never overlap. Streams (`tf.data.Dataset`, iterables) are divided by position.
-TensorFlow and torch are not imported; new objects are created with the class of the given ones.
+TensorFlow and torch are not imported; new objects are created with the class of the given ones. The file is longer than
+others because a reader wants the kinds of data side by side.
 """
 
 from __future__ import annotations

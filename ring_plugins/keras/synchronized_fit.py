@@ -254,15 +254,12 @@ class SynchronizedFit:
         for writer in self._writers:
             writer.hand_over()
 
-    def _forget_joining(self) -> None:
-        """Let a later `fit` begin where the other ranks' does: Keras has read where this one begins, but keeps it."""
-        self._model._initial_epoch = self._first_epoch
-
     def begin_epoch(self, epoch: int) -> None:
         self._is_synchronized = False
         if not self._is_running:
             return
-        self._forget_joining()
+        # A later `fit` begins where the other ranks' does: Keras has read where this one begins, but keeps it.
+        self._model._initial_epoch = self._first_epoch
         self._stop.watch_steps(self._model)
         if not self._has_begun:
             self._has_begun = True
@@ -318,8 +315,17 @@ class SynchronizedFit:
     def end(self) -> None:
         if not self._is_running:
             return
-        self._forget_joining()  # again, as there may have been no epoch left
-        self._check_end()
+        self._model._initial_epoch = self._first_epoch  # again, as there may have been no epoch left
+        is_compared = self._callback.average_gradients and not self._has_told_difference
+        all_weights = self._callback.moving_statistics == "average"
+        decided = check_end_of_fit(
+            enclosing_list(self._callback),
+            functools.partial(weight_checksums, self.model, all_weights) if is_compared else None,
+            [averaging.optimizer for averaging in averagings_of(self._model)],
+            self._communicator,
+        )
+        if decided and self._root.is_here():
+            logger.warning(decided)
         # A writer may still be lost while it completes its files, or save here.
         if current().recovers or any(averaging.sharded for averaging in averagings_of(self._model)):
             self._after_exchange(self._stop.after_epoch(self.model))
@@ -361,20 +367,6 @@ class SynchronizedFit:
             self._has_told_difference |= warn_if_different(
                 lambda: weight_checksums(self._model), when, self._communicator, self._root.is_here()
             )
-
-    def _check_end(self) -> None:
-        """Compare what callbacks have left."""
-        is_compared = self._callback.average_gradients and not self._has_told_difference
-        all_weights = self._callback.moving_statistics == "average"
-        optimizers = [averaging.optimizer for averaging in averagings_of(self._model)]
-        decided = check_end_of_fit(
-            enclosing_list(self._callback),
-            functools.partial(weight_checksums, self.model, all_weights) if is_compared else None,
-            optimizers,
-            self._communicator,
-        )
-        if decided and self._root.is_here():
-            logger.warning(decided)
 
     def _tell_interrupted(self, cause: MismatchError | None) -> None:
         averagers = [
