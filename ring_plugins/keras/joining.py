@@ -134,14 +134,11 @@ def share_state(
 def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Each with its class and a number: a script may give some callbacks to one rank only."""
     counts = Counter[str]()
-    for callback in map(_inner, callbacks):
+    for given in callbacks:
+        callback = given.writer if isinstance(given, HeldWriter) else given
         kind = type(callback).__name__
         counts[kind] += 1
         yield f"{kind} {counts[kind]}", callback
-
-
-def _inner(callback: Any) -> Any:
-    return callback.writer if isinstance(callback, HeldWriter) else callback
 
 
 def _state_of(callback: Any) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -180,7 +180,7 @@ def _updated(metric: Any, state: list[Array], args: Any, options: Any) -> list[A
         keras.ops.convert_to_tensor(value, dtype=variable.dtype)
         for variable, value in zip(metric.variables, state, strict=True)
     ]
-    return _arrays(metric.stateless_update_state(values, *args, **options))
+    return list(map(copied, metric.stateless_update_state(values, *args, **options)))
 
 
 def _begin(metric: Any, offset: int) -> list[Array]:
@@ -188,11 +188,7 @@ def _begin(metric: Any, offset: int) -> list[Array]:
     mapping = [(variable, keras.ops.cast(variable + offset, variable.dtype)) for variable in metric.variables]
     with keras.StatelessScope(state_mapping=mapping) as scope:
         metric.reset_state()
-    return _arrays([scope.get_current_value(variable) for variable in metric.variables])
-
-
-def _arrays(values: Sequence[Any]) -> list[Array]:
-    return list(map(copied, values))
+    return [copied(scope.get_current_value(variable)) for variable in metric.variables]
 
 
 @contextlib.contextmanager

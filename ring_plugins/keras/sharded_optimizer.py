@@ -36,6 +36,7 @@ from ring_plugins.core.collectives.validation import on_all_or_none, rejections_
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.patches import Patch, replaced
+from ring_plugins.keras.rates import known_rate_of
 from ring_plugins.keras.slices import CutStore, Slices, gather_slot
 from ring_plugins.keras.state import PART, broadcast_array, innermost, nested, value_of
 from ring_plugins.observe.consistency import checksum
@@ -131,7 +132,7 @@ class ShardedUpdates:
         for patch in self._patches:
             patch.restore()
         self._patches = []
-        if (rate := vars(self._optimizer).get("_ring_rate")) is not None:  # which keeps files as for one process
+        if (rate := known_rate_of(self._optimizer)) is not None:  # which keeps files as for one process
             rate.replace_saving(self._outer)
 
     def disconnect(self) -> None:

@@ -98,8 +98,14 @@ class TrainingState(ListedState):
             check_equal_after_losses(self._checksums, world.communicator)
         if world.elastic.changes.untold:
             world.elastic.tell_changes()
-        if not self._let_join(added=True) and largest != -negated_smallest:
-            self._raise_difference()
+        if self._let_join(added=True) or largest == -negated_smallest:
+            return
+        if differing := if_different(self._integers_of(self._names)):
+            raise MismatchError(
+                f"ranks are at different places of the training since a process has joined: {differing}. Begin the "
+                "loop with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`, "
+                "and call commit() where an epoch begins."
+            )
 
     def _described(self) -> str:
         return f"{', '.join(self._names) or 'no values'} and {kind_of_state(*self._parts)}"
@@ -168,15 +174,6 @@ class TrainingState(ListedState):
         for name, value in (found or {}).items():
             setattr(self, name, value)
         self._has_joined = True
-
-    def _raise_difference(self) -> None:
-        """Raise on all ranks, because these differ; collective."""
-        if told := if_different(self._integers_of(self._names)):
-            raise MismatchError(
-                f"ranks are at different places of the training since a process has joined: {told}. Begin the loop "
-                "with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`, and "
-                "call commit() where an epoch begins."
-            )
 
 
 def _is_part(value: Any) -> bool:
