@@ -103,7 +103,7 @@ def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step,
         step.xla.call(step.second, [small])
         step.xla.call(step.averages, [large, small])
         step.work.put(lambda: seen.append((large.copy(), small.copy())))
-        assert len(seen) == number and step.communicator.executor.queue.oldest is not None  # the GPU has done nothing yet
+        assert len(seen) == number and step.communicator.executor.queue.oldest is not None  # nothing is done yet
         gate.set()
         step.library.streams[step.stream].drain()
         assert seen[-1][0].tolist() == [2] * 40 and seen[-1][1].tolist() == [6] * 7

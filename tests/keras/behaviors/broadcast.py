@@ -377,4 +377,4 @@ def first_check_after_a_join() -> Any:
         mock.patch.object(consistency, "differing_weights", lambda _, when, *__: found.append(when)),
     ):
         fit(model, [BroadcastCallback()], steps=2, epochs=3)
-    return found
+    return [when for when in found if not when.startswith("after step")]  # those are compared with options
