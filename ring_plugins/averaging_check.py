@@ -30,8 +30,9 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.functions import argument_observers
+from ring_plugins.core.job import World
 from ring_plugins.core.observe.unused import other_connections
-from ring_plugins.core.world import World, current, is_initialized, on_joined
+from ring_plugins.core.world import current, is_initialized, on_joined
 from ring_plugins.import_watch import ImportWatch, has_finished
 
 #: Optimizer steps within which the ranks should have communicated. Several, since gradients may be accumulated.

@@ -17,6 +17,8 @@ LAYERS = [
     {"rendezvous", "collectives"},
     {"gradients", "gpu", "observe"},
     {"members", "exit_hooks"},
+    {"communicators"},
+    {"job"},
     {"world"},
     {"functions", "joining"},
 ]

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ring_plugins.core.base.log import flush_output
-from ring_plugins.core.world import World, current, init, is_initialized
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current, init, is_initialized
 
 T = TypeVar("T")
 

@@ -29,8 +29,9 @@ import numpy as np
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.job import World
 from ring_plugins.core.joining.state_transfer import transfer_state
-from ring_plugins.core.world import World, current
+from ring_plugins.core.world import current
 from ring_plugins.keras.shard import go_on_in_orders, places_in_orders
 from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
 from ring_plugins.keras.writers import HeldWriter

@@ -22,7 +22,8 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.world import World, current
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.consistency import all_equal, by_rank
 

@@ -7,13 +7,14 @@ from types import FrameType
 from typing import Any
 
 from ring_plugins.core import world
+from ring_plugins.core.job import World
 
 log = logging.getLogger(__name__)
 
 # The status that a shell reports for a process that SIGTERM ended.
 _TERMINATED = 128 + 15
 
-_failed: list[world.World] = []
+_failed: list[World] = []
 
 
 def report_failure(error: BaseException) -> None:

@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 import ring_plugins as ring
 from ring_plugins.core import world
+from ring_plugins.core.job import World
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero
 from ring_plugins.lightning.failure import has_failed, report_failure
 from ring_plugins.lightning.process_group import destroy_process_group
@@ -57,7 +58,7 @@ class RingFabricLauncher(RingLauncher):
         return self._launch(function, args, kwargs)
 
 
-def join_world(environment: RingEnvironment) -> world.World:
+def join_world(environment: RingEnvironment) -> World:
     """The `World`, brought up on the first call of a process.
 
     It is brought up again after a failure that the script survived (on all ranks: an error that only some of them catch
@@ -76,9 +77,9 @@ def join_world(environment: RingEnvironment) -> world.World:
         more = "; pass devices= to start more" if is_alone else ""
         rank_zero_info(f"ring_plugins: {world.current().summary}{more}")
     if (found := world.current()).topology.size > 1:
-        found.check_same_arguments("RingStrategy", **environment.failure_policy)
+        found.first_call.check("RingStrategy", **environment.failure_policy)
     return found
 
 
 #: Worlds of which rank 0 has said how many ranks train.
-_announced: weakref.WeakSet[world.World] = weakref.WeakSet()
+_announced: weakref.WeakSet[World] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
-from ring_plugins.core.world import World
+from ring_plugins.core.job import World
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.world import World, current, is_initialized
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current, is_initialized
 
 _announced: weakref.WeakSet[World] = weakref.WeakSet()
 

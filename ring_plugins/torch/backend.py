@@ -18,6 +18,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.job import World
 from ring_plugins.core.rendezvous.tcp import register_store_provider
 from ring_plugins.torch import rendezvous
 from ring_plugins.torch.device import streams
@@ -111,7 +112,7 @@ class _Connections:
 
     def __init__(
         self,
-        own: world.World,
+        own: World,
         store: Store,
         group_id: str,
         rank: int,

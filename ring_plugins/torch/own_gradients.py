@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ring_plugins.core.base.errors import RingError
-from ring_plugins.core.world import World, current, is_initialized
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import ring_plugins as ring
 from ring_plugins.core.collectives import host
 from ring_plugins.core import world
+from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.linux.shared_memory import Segment
 from tests.worker import report
 RANK = int(os.environ["RANK"])
@@ -55,7 +56,7 @@ def attempt(construct):
 """
 
 INIT = "at(host.HostGroups, 'connect'); attempt(lambda: (ring.init(), ring.barrier()))"
-INIT_EARLIER = "at(world.World, '_watch_local_peers', once_gone=True); attempt(ring.init)"
+INIT_EARLIER = "at(LocalPeers, 'map', once_gone=True); attempt(ring.init)"
 WORLD = "ring.init(); at({}); attempt(lambda: world.current().new_communicator('x').barrier())"
 AVERAGER = """
 import torch, ring_plugins.torch as rt

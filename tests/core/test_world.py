@@ -1,7 +1,5 @@
 """Joining and leaving, in a job of one rank."""
 
-import os
-
 import pytest
 
 from ring_plugins.core import world
@@ -96,42 +94,7 @@ def test_shutdown_closes_the_rendezvous_once(single):
         world.current()
 
 
-def test_a_forked_child_leaves_the_parents_job_alone(single):
-    made, closed = single
-    child = os.fork()
-    if not child:
-        made.close()
-        os._exit(len(closed))
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_new_communicator_needs_distinct_ranks_of_the_job(single):
-    made, _ = single
-    assert made.new_communicator("mine").ranks == (0,)
-    for ranks in ([0, 0], [1], [-1]):
-        with pytest.raises(ArgumentError, match="are not distinct ranks of a job of 1"):
-            made.new_communicator("mine", ranks)
-
-
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", True])
 def test_an_invalid_number_of_ranks_is_rejected(number):
     with pytest.raises(ArgumentError, match="ranks="):
         world.init(ranks=number)
-
-
-def test_a_communicator_may_be_made_while_the_monitor_thread_looks_at_them():
-    """Which otherwise ended the job: "dictionary changed size during iteration"."""
-
-    class Growing:
-        looks = 0
-
-        def values(self):
-            self.looks += 1
-            yield SingleCommunicator(f"{self.looks}")
-            if self.looks == 1:
-                raise RuntimeError("dictionary changed size during iteration")
-
-    one = object.__new__(world.World)
-    one._communicators, one._statistics = Growing(), []
-    assert [communicator.name for communicator in one.in_use()] == ["2"]
-    assert one.device_executors() == [] and one.activities() == [] and one.operations() == 0

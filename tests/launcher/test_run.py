@@ -78,9 +78,9 @@ def test_a_rank_that_is_killed_in_init_ends_the_job_at_once_under_its_name(on_fa
     script = """
         import os, signal
         import ring_plugins as ring
-        from ring_plugins.core.world import World
+        from ring_plugins.core.control.liveness import LocalPeers
         if os.environ["LOCAL_RANK"] == "1":
-            World._watch_local_peers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            LocalPeers.map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         ring.init()
         print("joined")
     """

@@ -21,11 +21,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ring_plugins.core.base.errors import PeerFailed, SharedMemoryError
+from ring_plugins.core.base.member import Members
+from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3
@@ -176,6 +180,33 @@ class LocalPeers:
         self.own, self.may_be_lost = own, False
         self.others = {peer.rank: peer for peer in others}
         self._where = f" on {host}" if host else ""
+
+    @classmethod
+    def map(cls, own: Liveness | None, members: Members, gather: Callable[[Any], Sequence[Any]]) -> LocalPeers | None:
+        """Map the segments of this host's members; collective, unless no member has one.
+
+        Args:
+            own: of this process, None if it has none.
+            members: of the job.
+            gather: exchanges what JSON can hold.
+
+        Raises:
+            SharedMemoryError: on all ranks, if one cannot.
+            LaunchError: a rank has ended, which is why its segment could not be mapped.
+        """
+        here, others, problem = members.here, list[Liveness](), ""
+        if not any(one.liveness for one in members.known.values()):
+            return None
+        try:
+            near = [one for one in members.known.values() if one is not here and one.domain == here.domain]
+            others += [Liveness.open(one.liveness, one.rank) for one in near if one.liveness]
+        except SharedMemoryError as error:
+            problem = f"rank {here.rank} on {here.host} {error}"
+        # No rank leaves before all have mapped its segment, and a rank that did leave is noticed here.
+        problems = [text for text in read_each(gather(problem), partial(read_as, str)) if text]
+        if problems:
+            raise SharedMemoryError(problem or problems[0])
+        return cls(own, others, here.host if members.are_on_several_hosts() else "") if own is not None else None
 
     def failure(self) -> PeerFailed | None:
         """The failure of a local peer, if one has failed, or has died in a job that does not go on without it."""

@@ -34,7 +34,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
@@ -42,26 +42,21 @@ from ring_plugins.core.base.errors import MismatchError, PeerFailed, SharedMemor
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.collectives.host import HostCommunicator
-from ring_plugins.core.collectives.shm_group import create_segment
-from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.liveness import RUNNING, Liveness
+from ring_plugins.core.control.liveness import RUNNING, Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import Candidate, MeshAdmission, NotAdmitted, begin_together
-from ring_plugins.core.control.rounds import CALL, OFFERS, READY
+from ring_plugins.core.control.rounds import CALL
 from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.job import World
+from ring_plugins.core.joining.agreement import Agreement, Entrance, go_on, prepare
 from ring_plugins.core.members.join_descriptors import (
     DifferentScript,
-    Invitation,
-    Renewal,
-    descriptor_of,
     joiners_here,
-    map_descriptors,
 )
 from ring_plugins.core.members.wording import who_joined
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.rendezvous.slots import OwnSlot
-from ring_plugins.core.world import World, current
+from ring_plugins.core.world import current
 
 #: Seconds between two looks of a joiner at the members, and attempts in which it cannot map memory.
 _LOOK, _ATTEMPTS = 0.01, 5
@@ -106,7 +101,7 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
     mesh, joined, elastic = _mesh(world), join_barrier.joined, world.elastic
     while True:
         began, shards = time.monotonic(), world.members.shards
-        with world.local_peers.own.ready_to_admit():
+        with _peers(world).own.ready_to_admit():
             by_member = world.communicator.all_gather_object(_waiting_here(world), "admit")
         taken = world.members.taken_slots
         waiting = [one for told in by_member for one in told if one.slot not in taken]
@@ -147,11 +142,11 @@ def _admit_one(world: World, joiner: Member, join_barrier: _JoinBarrier) -> bool
     admission = MeshAdmission(mesh, joiner.rank, joiner.pid if is_near else 0, world.members.view + 1, wait)
     listener.add(joiner)
     told = {"everyone": everyone, "joiner": joiner, "join_barrier": join_barrier}
-    agreement: _Agreement | None = None
+    agreement: Agreement | None = None
     try:
         with mesh.admitting(joiner):
             admission.call(listener, told)
-            agreement = _prepare(world, everyone, joiner, join_barrier.place, admission.gather)
+            agreement = prepare(world, everyone, joiner, join_barrier.place, admission.gather)
     except NotAdmitted:  # the joiner tells if it does not try again
         pass
     world.elastic.agree_on_members(joining=[joiner.rank] if agreement is not None else ())
@@ -159,9 +154,9 @@ def _admit_one(world: World, joiner: Member, join_barrier: _JoinBarrier) -> bool
         admission.give_up(listener)
         return False
     assert agreement is not None
-    agreement.go_on(world)
+    go_on(world, agreement)
     if is_of_this_supervisor:
-        peer = world.local_peers.others[joiner.rank]
+        peer = _peers(world).others[joiner.rank]
         begin_together([peer], lambda: [one.rank for one in slot.members()])
     return True
 
@@ -174,6 +169,11 @@ def _mesh(world: World) -> Mesh:
 def _slot(world: World) -> OwnSlot:
     assert world.own_slot is not None
     return world.own_slot
+
+
+def _peers(world: World) -> LocalPeers:
+    assert world.local_peers is not None
+    return world.local_peers
 
 
 def _listener(world: World) -> Listener:
@@ -198,7 +198,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
         SharedMemoryError: memory could not be mapped in several attempts.
     """
     world = current()
-    slot, listener, own = _slot(world), _listener(world), world.local_peers.own
+    slot, listener, own = _slot(world), _listener(world), _peers(world).own
     assert world.channel is not None
     candidate = Candidate(world.world_rank, listener, world.channel.peers)
     entry = world.members.here
@@ -215,7 +215,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
             world.exit_from_job(0)
         view, invitation = found
         try:
-            agreement = _join_at(world, candidate, view, invitation, place)
+            agreement, entrance = _join_at(world, candidate, view, invitation, place)
         except DifferentScript as reason:
             candidate.withdraw(view)
             raise MismatchError(str(reason)) from None
@@ -230,7 +230,7 @@ def join(place: str = "", until: str = "let it join") -> tuple[int, ...]:
                 ) from None
             problems += filter(None, [str(reason)])
             continue
-        agreement.go_on(world)
+        go_on(world, agreement, entrance)
         slot.take_part(entry)
         join_barrier = _JoinBarrier(*invitation["join_barrier"])
         join_barrier.joined.append(world.world_rank)
@@ -279,7 +279,9 @@ def _what_it_waits_for(members: Sequence[Liveness], until: str) -> str:
     return f"{name_ranks(others)} to {until}{have}"
 
 
-def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[str, Any], place: str) -> _Agreement:
+def _join_at(
+    world: World, candidate: Candidate, view: int, invitation: Mapping[str, Any], place: str
+) -> tuple[Agreement, Entrance]:
     """Join in the attempt that ends with this view.
 
     Raises:
@@ -298,88 +300,14 @@ def _join_at(world: World, candidate: Candidate, view: int, invitation: Mapping[
         return told
 
     candidate.gather(view, CALL, members)  # all have connected
-    agreement = _prepare(world, everyone, joiner, place, gather)
+    agreement = prepare(world, everyone, joiner, place, gather)
     decision = candidate.decision(view, members)
     for one in everyone:
         listener.add(one)
     world.members.add([*everyone, joiner])
     world.members.follow(world.members.in_order(decision.members), view)
-    agreement.mesh = mesh = world.elastic.new_mesh(decision.committed)
-    agreement.take_over = lambda: mesh.go_on_from(candidate.backlog, decision)
-    return agreement
-
-
-class _Agreement:
-    """What all are ready to go on with.
-
-    Args:
-        invitation: who takes part.
-        told: what each told, by world rank.
-        peers: liveness of those others on this host that this process has mapped now.
-        mapped: with what each communicator goes on.
-
-    Attributes:
-        mesh: in a process that joins, its connections to the members.
-        take_over: begins to watch those.
-    """
-
-    mesh: Mesh | None = None
-
-    def __init__(
-        self,
-        invitation: Invitation,
-        told: Mapping[int, Mapping[str, Any]],
-        peers: Sequence[Liveness],
-        mapped: Mapping[HostCommunicator, Renewal],
-    ) -> None:
-        self._invitation, self._told, self._peers, self._mapped = invitation, told, peers, mapped
-        self.take_over: Callable[[], None] = lambda: None
-
-    def go_on(self, world: World) -> None:
-        """Go on with everyone."""
-        world.extend(self._invitation.everyone, self._told, self._peers, self._renew, self.mesh)
-
-    def _renew(self, failure_detector: FailureDetector) -> None:
-        for communicator, (segments, parts, key, operations) in self._mapped.items():
-            communicator.renew(self._invitation.everyone, key, segments, parts, operations, failure_detector)
-        self.take_over()
-
-
-def _prepare(
-    world: World,
-    members: Sequence[Member],
-    joiner: Member,
-    place: str,
-    gather: Callable[[int, Mapping[str, Any]], dict[int, Any]],
-) -> _Agreement:
-    """Exchange with all members and the joiner what each has made for the others, and map it.
-
-    Raises:
-        NotAdmitted: the joiner does not join now.
-    """
-    processes = sorted([*members, joiner], key=lambda one: one.slot)
-    own = next(one for one in processes if one.rank == world.world_rank)
-    invitation = Invitation(processes, [joiner.rank])
-    here = [one.rank for one in processes if one.node == own.node]
-    is_here = joiner.rank in here
-    communicators = world.recovering_communicators()
-    try:
-        segments = {key: create_segment() for key in communicators} if is_here else {}
-        near = [one for one in processes if one.domain == own.domain and one.rank != own.rank]
-        new = near if world.is_joining else [one for one in near if one is joiner]
-        peers = [Liveness.open(one.liveness or (0, 0, 0), one.rank) for one in new]
-    except SharedMemoryError as error:
-        raise NotAdmitted(f"rank {own.rank} {error}") from None
-    descriptors = {key: descriptor_of(communicator, segments.get(key)) for key, communicator in communicators.items()}
-    told = gather(OFFERS, {**world.introduction(), "place": place, "descriptors": descriptors})
-    try:
-        mapped = map_descriptors(told, invitation, communicators, segments, own.rank, here if is_here else [])
-    except SharedMemoryError as error:
-        raise NotAdmitted(f"rank {own.rank} {error}") from None
-    gather(READY, {})
-    for segment in segments.values():
-        segment.close_file()
-    return _Agreement(invitation, told, peers, mapped)
+    mesh = world.elastic.new_mesh(decision.committed)
+    return agreement, Entrance(mesh, candidate.backlog, decision)
 
 
 def checksum_of(integers: Mapping[str, int]) -> int:

@@ -28,7 +28,7 @@ from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.liveness import Liveness, LocalPeers
+from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.members.changes import ChangeCallbacks, MembershipChange
@@ -294,23 +294,12 @@ class Elastic:
 
     # Joining (core/joining/join.py) --------------------------------------------------------------------
 
-    def extend(
-        self,
-        joined: Sequence[int],
-        others: Sequence[Liveness],
-        renew: Callable[[FailureDetector], None],
-    ) -> None:
+    def follow_joined(self, joined: Sequence[int]) -> None:
         """Go on with further members, as all have agreed; nothing of this fails.
 
         Args:
             joined: world ranks of those that were none before.
-            others: liveness of those others that share memory with this process.
-            renew: lets all communicators go on with everyone.
         """
-        peers, detector = self._peers_here(), self._job.failure_detector
-        assert detector is not None
-        peers.add([peer for peer in others if peer.rank not in peers.others])
-        renew(detector)
         self._follow(joined=joined)
         for rank in joined if self._members.own not in joined else ():
             self._agreements().note_joined(rank)

@@ -237,3 +237,55 @@ def check_policies(
         raise ArgumentError(f'on_failure="continue" works with up to {most} ranks, but these are {job}: {_REMEDY}.')
     if min_ranks > size > 1:
         FailurePolicy(*policies[0]).check_size(size)
+
+
+class FirstCall:
+    """What the first call of `init` wanted; a further one must want the same.
+
+    Args:
+        policy: chosen then.
+        size: of the job.
+        asked: the number of ranks that was asked for, if any.
+    """
+
+    def __init__(self, policy: FailurePolicy, size: int, asked: int | None) -> None:
+        self._policy, self._size, self._asked = policy, size, asked
+        self._variables = {variable: variable.text() for variable in config.READ_BY_INIT}
+
+    def check(
+        self,
+        caller: str,
+        ranks: int | None = None,
+        on_failure: str | None = None,
+        min_ranks: int | None = None,
+        max_ranks: int | None = None,
+    ) -> None:
+        """Check that the job is as a further call wants it; arguments that are None want nothing.
+
+        Args:
+            caller: "init" or what calls it, for the error's text.
+            ranks, on_failure, min_ranks, max_ranks: as for `init`.
+
+        Raises:
+            ArgumentError: it was made with others, or one is invalid.
+        """
+        check_values(on_failure, min_ranks, max_ranks)
+        policy, size = self._policy, self._size
+        most = (policy.max_ranks or size) if policy.replaces else None
+        now = {"on_failure": policy.on_failure, "min_ranks": policy.min_ranks or None, "max_ranks": most, "ranks": size}
+        wanted = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks, "ranks": ranks}
+        others = {name: value for name, value in wanted.items() if value not in (None, now[name])}
+        if ranks == self._asked:
+            others.pop("ranks", None)
+        told = [f"{caller}({', '.join(f'{name}={value!r}' for name, value in others.items())})"] if others else []
+        before = [f"{name}={now[name]!r}" if now[name] else f"no {name}" for name in others]
+        for variable, text in self._variables.items():
+            if variable.text() != text:
+                told.append(f"{variable.name}={variable.text()!r}")
+                before.append(f"{variable.name}={text!r}" if text else f"no {variable.name}")
+        if told:
+            raise ArgumentError(
+                f"{' and '.join(told)}: init() was called before with {' and '.join(before)}, and a job does "
+                "not change by another call. Pass all of it to the first call, which comes before anything else that "
+                "uses the job, on all ranks; later calls may leave it out."
+            )

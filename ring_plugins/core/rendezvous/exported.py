@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Sequence
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.member import Members
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 #: Those that say which rank of how many this process is. Left by something else, they may be wrong.
@@ -35,6 +36,21 @@ def launchers_value(name: str) -> str:
     given = [n for n, checksum in zip(NAMES, checksums, strict=False) if n in _MEETING and _checksum(n) != checksum]
     is_ours = name in names and not any(map(os.environ.get, given))
     return "" if is_ours else os.environ.get(name, "")
+
+
+def export_members(members: Members, ports: Sequence[int], addresses: Sequence[str]) -> None:
+    """As `export`, for the members of a job that has just begun.
+
+    Args:
+        members: of the job.
+        ports: by rank, one of its host that is free.
+        addresses: at which all reach rank 0.
+    """
+    own, several = members.topology, members.topology.num_nodes > 1
+    hosts = [(members.known[rank].addresses if several else ()) or ("127.0.0.1",) for rank in members.ranks]
+    hosts[0] = (*(addresses if several else ()), *hosts[0])
+    place = own.rank, own.size, own.local_rank, own.local_size
+    export(place, [(of[0], port) for of, port in zip(hosts, ports, strict=True)])
 
 
 def export(place: Sequence[int], ports: Sequence[tuple[str, int]]) -> None:

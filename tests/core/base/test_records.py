@@ -6,10 +6,10 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Cores, Member
 from ring_plugins.core.base.records import read_each, read_port
 from ring_plugins.core.collectives.host import _read_offer
+from ring_plugins.core.members.introduction import Introduction
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.net.network_choice import own_interfaces, read_interfaces
 from ring_plugins.core.net.tcp import open_transport
-from ring_plugins.core.world import _Introduction
 from tests.launch import run_ranks
 
 MEMBER = list(Member(0, 0, "host", 4711, "domain", cores=list(Cores("kernel", "container", "0-3,8", None))))
@@ -24,7 +24,7 @@ def member(**changed):
 
 
 def introduction(**changed):
-    return list(_Introduction(*INTRODUCTION)._replace(**changed))
+    return list(Introduction(*INTRODUCTION)._replace(**changed))
 
 
 def with_interface(address, prefix):
@@ -40,11 +40,11 @@ def with_interface(address, prefix):
         (Member.read, MEMBER, [member(liveness=[1]), member(cores="x"), member(pid="1"), member(addresses=[5])]),
         (Member.read, MEMBER, [member(cores=["k", "c", "x", None]), member(cores=["k", "c", "0", "1"])]),
         (
-            _Introduction.read,
+            Introduction.read,
             INTRODUCTION,
             [introduction(policy=[]), introduction(policy=[1])],
         ),
-        (_Introduction.read, INTRODUCTION, [introduction(member=member(pid="1")), introduction(server=[])]),
+        (Introduction.read, INTRODUCTION, [introduction(member=member(pid="1")), introduction(server=[])]),
         (read_port, 1, [0, -1, 1 << 16, "80"]),
     ],
 )

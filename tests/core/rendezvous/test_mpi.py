@@ -69,13 +69,13 @@ def test_a_rank_that_gave_up_to_join_and_goes_on_with_its_script_does_not_hold_u
     script = """
         import os, time
         import ring_plugins as ring
-        from ring_plugins.core import world
+        from ring_plugins.core.control.liveness import LocalPeers
 
         def interrupted(*args):
             raise KeyboardInterrupt
 
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            world.World._watch_local_peers = interrupted
+            LocalPeers.map = interrupted
         try:
             ring.init()
         except KeyboardInterrupt:
