@@ -25,9 +25,8 @@ from bare_sockets import bare_sockets, sockets_and_sums
 from measure import init_under_mpirun, machine, on_test_hosts, save, used_by_others
 
 import ring_plugins as ring
-from ring_plugins.benchmarking import Times, interleaved
-from ring_plugins.benchmarking.backends import Backend, bucket, gloo, ordinary
-from ring_plugins.benchmarking.backends import mpi as flat_mpi
+from ring_plugins.benchmarking import Backend, Times, bucket, gloo, interleaved, ordinary
+from ring_plugins.benchmarking import mpi as flat_mpi
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.host import HostCommunicator

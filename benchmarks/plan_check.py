@@ -31,7 +31,7 @@ def rank(seconds: float) -> None:
     import ring_plugins as ring
     from ring_plugins.benchmarking import all_reduce_curve, host_backends, interleaved
     from ring_plugins.planning import measure, predict
-    from ring_plugins.planning.network import fitted
+    from ring_plugins.planning.simulation import fitted
     from ring_plugins.torch import DistributedOptimizer
 
     torch.set_num_threads(1)  # each rank has one core

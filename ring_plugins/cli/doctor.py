@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,54 +38,34 @@ def doctor(
     * `ring run -H node1:4,node2:4 ring doctor`
     * `mpirun -n 4 --hostfile hosts ring doctor`
     """
-    from ring_plugins.core.rendezvous import detect
-
-    if detect().launcher.is_none:
-        raise typer.Exit(_examine_host(json))
-    raise typer.Exit(_examine_job(json))
-
-
-def _examine_host(json: bool) -> int:
-    from rich.console import Console
-
-    from ring_plugins.doctor import examine_host, status
-
-    with Console(stderr=True).status("checking this host"):
-        findings = list(examine_host())
-    if json:
-        print(json_module.dumps({"findings": [finding.record() for finding in findings]}, indent=1))
-    else:
-        _print_findings(Console(), findings)
-    return status(findings)
-
-
-def _examine_job(json: bool) -> int:
     from rich.console import Console
 
     import ring_plugins as ring
-    from ring_plugins.doctor import Finding, Severity, examine_host, examine_job, status
+    from ring_plugins.core.rendezvous import detect
+    from ring_plugins.doctor import Severity, examine_host, examine_job, status
 
-    ring.init()
-    first = ring.rank() == 0
-    console = Console(stderr=True, quiet=not first)
-    with console.status("starting") as progress:
-        progress.update("checking every host")
-        host = list(examine_host()) if ring.local_rank() == 0 else []
-        name = socket.gethostname()
-        problems = [
-            Finding(f"{name}: {one.check}", one.severity, one.summary, one.remedy, one.evidence)
-            for one in host
-            if one.severity > Severity.FINE
-        ]
-        hosts = [finding for part in ring.all_gather_object(problems) for finding in part]
-        examination = examine_job(progress.update)
-    findings = [*examination.findings, *hosts]
-    if first and json:
-        print(json_module.dumps({**examination.record(), "findings": [one.record() for one in findings]}, indent=1))
-    elif first:
-        _print_job(Console(), examination, findings)
+    examination, is_job = None, not detect().launcher.is_none
+    if is_job:
+        ring.init()
+    is_first = not is_job or ring.rank() == 0
+    with Console(stderr=True, quiet=not is_first).status("checking this host") as progress:
+        findings = list(examine_host()) if not is_job or ring.local_rank() == 0 else []
+        if is_job:
+            name = socket.gethostname()
+            problems = [replace(one, check=f"{name}: {one.check}") for one in findings if one.severity > Severity.FINE]
+            hosts = [finding for part in ring.all_gather_object(problems) for finding in part]
+            examination = examine_job(progress.update)
+            findings = [*examination.findings, *hosts]
+    if is_first and json:
+        record = examination.record() if examination is not None else {}
+        print(json_module.dumps({**record, "findings": [finding.record() for finding in findings]}, indent=1))
+    elif is_first:
+        console = Console()
+        if examination is not None:
+            _print_job(console, examination)
+        _print_findings(console, findings)
     ring.shutdown()
-    return status(findings) if first else 0
+    raise typer.Exit(status(findings) if is_first else 0)
 
 
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -104,7 +85,7 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
     console.print(f"\n{problems} of {len(findings)} findings need attention." if problems else "\nNothing is wrong.")
 
 
-def _print_job(console: Console, examination: Examination, findings: Sequence[Finding]) -> None:
+def _print_job(console: Console, examination: Examination) -> None:
     console.print(f"{examination.curve.job}, started by {examination.started_by}\n")
     if examination.links:
         between = _table("between hosts", "µs per message", "Gbit/s", "reverse", "interface", "plain TCP Gbit/s")
@@ -128,7 +109,6 @@ def _print_job(console: Console, examination: Examination, findings: Sequence[Fi
             f"{curve.busbw(nbytes, name):.3f}",
         )
     console.print(table, "")
-    _print_findings(console, findings)
 
 
 def _table(*columns: str) -> Table:

@@ -2,14 +2,13 @@
 
 Pairs that share no host are measured at the same time, in the rounds of a round-robin tournament, so that the time
 grows with the number of hosts and not with the number of pairs. A plain TCP connection shows the rate of the network
-itself. `init()` has another, shorter probe (core/net/network_choice.py), because it delays every start; this one takes
-longer, because a report quotes its figures.
+itself: the probe of `init()` (core/net/network_choice.py), for longer, because a report quotes its figures.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
+import math
 import secrets
 import socket
 import statistics
@@ -24,8 +23,7 @@ import psutil
 import ring_plugins as ring
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.net.acceptor import accept_one
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
+from ring_plugins.core.net.network_choice import receive_timed, send_timed
 from ring_plugins.core.world import current
 from ring_plugins.doctor.facts import Facts
 
@@ -33,7 +31,7 @@ _PINGS, _WARM_UP = 40, 5
 _LARGE = 8 << 20
 #: Approximate seconds per direction of a pair; at least three transfers.
 _SECONDS = 0.5
-_TCP_SECONDS, _TCP_PIECE = 0.4, 1 << 18
+_TCP_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
@@ -203,31 +201,7 @@ def _tcp_gigabits(pair: Communicator, address: str) -> float:
     if pair.rank == 1:
         server, secret = socket.create_server((address, 0)), secrets.token_bytes(32)
         pair.all_gather_object((server.getsockname()[1], secret))
-        received = _receive(server, secret)
-        return float(pair.all_gather_object(received)[1])
+        return float(pair.all_gather_object(receive_timed(server, secret, 0) / 1e3)[1])
     port, secret = pair.all_gather_object(None)[1]
-    with (
-        contextlib.suppress(OSError, Disconnected),
-        connect(address, port, secret, Purpose.PROBE, Claim(0), 2.0) as connection,
-    ):
-        connection.settimeout(3.0)
-        piece, end = bytes(_TCP_PIECE), time.monotonic() + _TCP_SECONDS
-        while time.monotonic() < end:
-            connection.sendall(piece)
+    send_timed((address, port), secret, 0, seconds=_TCP_SECONDS, most=math.inf)
     return float(pair.all_gather_object(0.0)[1])
-
-
-def _receive(server: socket.socket, secret: bytes) -> float:
-    """Gbit/s that the first rank's connection delivers, after its first bytes; 0 if it does not arrive."""
-    total, buffer = 0, bytearray(_TCP_PIECE)
-    connection = accept_one(server, secret, Purpose.PROBE, 0, 3.0)
-    if connection is None:
-        return 0.0
-    with contextlib.suppress(OSError), connection:
-        connection.settimeout(3.0)
-        connection.recv_into(buffer)
-        started = last = time.monotonic()
-        while count := connection.recv_into(buffer):
-            total, last = total + count, time.monotonic()
-        return 8e-9 * total / (last - started) if last > started else 0.0
-    return 0.0

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+import ring_plugins as ring
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.world import current
-from ring_plugins.lightning.recovery import broadcast_from_rank_0
 
 # Small buffers travel together; large ones need no second copy of all of them.
 _COALESCED_BYTES = 64 * 1024 * 1024
@@ -48,14 +48,16 @@ class BufferBroadcast:
 
 @purpose("broadcast of buffers")
 def _broadcast(tensors: Iterable[Tensor]) -> None:
-    recovers = current().recovers
-    with torch.no_grad():
-        for batch in _batches(tensors):
-            if recovers:
-                flat = broadcast_from_rank_0(batch)
-            else:
-                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-                dist.broadcast(flat, src=0)
+    """Overwrite tensors with rank 0's; if it is lost meanwhile, with those of the next rank 0."""
+    for batch in _batches(tensors):
+
+        def attempt(batch: list[Tensor] = batch) -> Tensor:
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            ring.broadcast(flat, out=flat)
+            return flat
+
+        with torch.no_grad():
+            flat = repeated(attempt)
             if current().topology.rank > 0:
                 parts = torch.split(flat, [tensor.numel() for tensor in batch])
                 torch._foreach_copy_(batch, [part.view_as(own) for part, own in zip(parts, batch, strict=True)])

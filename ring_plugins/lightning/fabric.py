@@ -34,6 +34,8 @@ class RingFabricLogic(RingParallelLogic):
 
     """
 
+    ring_launcher = RingFabricLauncher
+
     def __init__(
         self,
         accelerator: Any | None = None,
@@ -53,41 +55,36 @@ class RingFabricLogic(RingParallelLogic):
         start_method: StartMethod | None = None,
         **unknown: Any,
     ) -> None:
-        self._keep_arguments(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or RingEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        self._backward_sync_control: BackwardSyncControl = BackwardSyncControl()
+        self._construct(locals())
+        #: By identity, as a module may define equality: each module that is set up, and what averages its gradients.
+        self._averagers: dict[int, tuple[Module, GradientAverager]] = {}
+        self._optimizers: list[Any] = []
+        self._backward_sync_control: BackwardSyncControl = BackwardSyncControl(self)
 
     @property
     def waited_seconds(self) -> float:
         """Seconds in which this process waited for the gradients of its modules to be averaged."""
-        return self._backward_sync_control.waited_seconds
-
-    def _set_world_ranks(self) -> None:
-        """Called by Fabric's constructor, by name (fabric/connector.py:518)."""
-        self._set_ranks()
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = self._choose_launcher(RingFabricLauncher, self.package.fabric_launcher)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._connect()
+        return sum(averager.waited_seconds for _, averager in self._averagers.values())
 
     @override
     def setup_module(self, module: Module) -> Module:
         """Average the gradients of `module` from now on."""
         if self.world_size > 1:
             broadcast_parameters(module)
-            self._backward_sync_control.add(module, GradientAverager(module, **self._averager_arguments))
+            averager = GradientAverager(module, **self._averager_arguments)
+            if before := self._averagers.pop(id(module), None):  # a module that is set up twice keeps the second
+                before[1].close()
+            self._averagers[id(module)] = module, averager
         return module
+
+    def averager_of(self, module: Module, caller: str) -> GradientAverager:
+        """The averager of `module`; the error names `caller`."""
+        if id(module) not in self._averagers:
+            raise ArgumentError(
+                f"{caller}() was given a {type(module).__name__} that has not been set up. Did you forget to call"
+                " `model = fabric.setup(model)`?"
+            )
+        return self._averagers[id(module)][1]
 
     def skip_step_on(self, module: Module, *exceptions: type[BaseException]) -> AbstractContextManager[SkippableStep]:
         """Let all ranks skip a step of the loop in which some rank raises one of these exceptions.
@@ -110,12 +107,21 @@ class RingFabricLogic(RingParallelLogic):
         own: Module = getattr(module, "_forward_module", module)
         if self.world_size == 1:
             return GradientAverager(own, **self._averager_arguments).skip_step_on(*exceptions)
-        return self._backward_sync_control.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
+        return self.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
 
     @override
     def setup_optimizer(self, optimizer: Any) -> Any:
+        """Shard it if wanted, and compare its options among ranks with the gradients of the modules it updates.
+
+        It takes the place of earlier ones that updated some of its parameters.
+        """
         optimizer = self._sharded([optimizer])[0]
-        self._backward_sync_control.compare_options(optimizer)
+        updated = _parameters_of(optimizer)
+        self._optimizers = [other for other in self._optimizers if not updated & _parameters_of(other)] + [optimizer]
+        for module, averager in self._averagers.values():
+            own = {id(parameter) for parameter in module.parameters()}
+            using = [other for other in self._optimizers if own & _parameters_of(other)]
+            averager.compare_options(functools.partial(_groups_of, using))
         return optimizer
 
     @override
@@ -132,100 +138,41 @@ class RingFabricLogic(RingParallelLogic):
         module.to(self.root_device)
 
     @override
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; anything else is returned as it is. See `process_group.all_reduce`."""
-        return self._reduce(tensor, group, reduce_op)
-
-    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self._backward_sync_control.count_update()
+        for _, averager in self._averagers.values():
+            averager.count_update()
         return result
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._backward_sync_control.check()
-        self._backward_sync_control.compare_weights("before this checkpoint is saved")
+        for _, averager in self._averagers.values():
+            averager.check()
+        for _, averager in self._averagers.values():
+            averager.compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
     @override
     def teardown(self) -> None:
         """Remove the hooks from all modules."""
-        self._backward_sync_control.close()
+        for _, averager in self._averagers.values():
+            averager.close()
+        self._averagers.clear()
+        self._optimizers.clear()
         super().teardown()
 
 
 class BackwardSyncControl:
-    """Fabric's ``_BackwardSyncControl``: switches averaging off for a module that `setup_module` has seen."""
+    """Fabric's ``_BackwardSyncControl``: switches averaging off for a module that has been set up."""
 
-    def __init__(self) -> None:
-        # A module may define equality, so it cannot be a key; there are few of them.
-        self._averagers: list[tuple[Module, GradientAverager]] = []
-        self._optimizers: list[Any] = []
-
-    def add(self, module: Module, averager: GradientAverager) -> None:
-        """Remember the averager of `module`; a module that is set up twice keeps the second."""
-        for index, (known, before) in enumerate(self._averagers):
-            if known is module:
-                before.close()
-                del self._averagers[index]
-                break
-        self._averagers.append((module, averager))
-
-    def compare_options(self, optimizer: Any) -> None:
-        """Compare the options of an optimizer among ranks from now on, with the gradients of the modules it updates.
-
-        It takes the place of earlier ones that updated some of its parameters.
-        """
-        updated = _parameters_of(optimizer)
-        self._optimizers = [other for other in self._optimizers if not updated & _parameters_of(other)] + [optimizer]
-        for module, averager in self._averagers:
-            own = {id(parameter) for parameter in module.parameters()}
-            using = [other for other in self._optimizers if own & _parameters_of(other)]
-            averager.compare_options(functools.partial(_groups_of, using))
-
-    def count_update(self) -> None:
-        """Note that an optimizer has made an update."""
-        for _, averager in self._averagers:
-            averager.count_update()
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds over all modules."""
-        return sum(averager.waited_seconds for _, averager in self._averagers)
+    def __init__(self, strategy: RingFabricLogic) -> None:
+        self._strategy = strategy
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Let the gradients of `module` accumulate on this rank inside the context."""
-        if not enabled or not self._averagers:
+        if not enabled or not self._strategy._averagers:
             return nullcontext()
-        return self.averager_of(module, "no_backward_sync").no_sync()
-
-    def averager_of(self, module: Module, caller: str) -> GradientAverager:
-        """The averager of `module`; the error names `caller`."""
-        for known, averager in self._averagers:
-            if known is module:
-                return averager
-        raise ArgumentError(
-            f"{caller}() was given a {type(module).__name__} that has not been set up. Did you forget to call"
-            " `model = fabric.setup(model)`?"
-        )
-
-    def check(self) -> None:
-        """Raise if a failure made the last averages meaningless."""
-        for _, averager in self._averagers:
-            averager.check()
-
-    def compare_weights(self, when: str) -> None:
-        """Raise `DriftError` if the ranks' weights differ; `when` begins its text. Collective."""
-        for _, averager in self._averagers:
-            averager.compare_weights(when)
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        for _, averager in self._averagers:
-            averager.close()
-        self._averagers.clear()
-        self._optimizers.clear()
+        return self._strategy.averager_of(module, "no_backward_sync").no_sync()
 
 
 def _groups_of(optimizers: list[Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import logging
 import signal
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -76,12 +75,9 @@ def keep_sigterm_handler_from_broadcasting(trainer: Any) -> None:
         handlers[:] = [handler for handler in handlers if handler != notifier]
         connector.received_sigterm = False  # of which the notice was taken, too
         return
-    handlers[:] = [_flag_setter(connector) if handler == notifier else handler for handler in handlers]
 
-
-def _flag_setter(connector: Any) -> Callable[[int, FrameType | None], None]:
     def set_flag(signum: int, _: FrameType | None) -> None:
         log.info(f"Received SIGTERM: {signum}")
         connector.received_sigterm = True
 
-    return set_flag
+    handlers[:] = [set_flag if handler == notifier else handler for handler in handlers]

@@ -24,10 +24,11 @@ batch is due; and to join at the start of an epoch only, which leaves the slot e
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.core.joining.join import admit, join
+from ring_plugins.core.joining.join import admit, if_different, join
 from ring_plugins.core.joining.state_transfer import fails_alone
 from ring_plugins.core.world import current
-from ring_plugins.lightning.loggers import take_versions, versions_of
-from ring_plugins.torch.loaders import divide_anew, from_batch
+from ring_plugins.lightning.recovery import take_versions, versions_of
+from ring_plugins.torch.loaders import divide_anew, from_batch, samplers_of
 from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
 from ring_plugins.torch.training_state import share_state
 
@@ -86,12 +87,8 @@ class MeetingPoint:
         world = current()
         if world.is_joining:
             self._join(fetcher)
-        elif world.elastic.is_pending:
-            state = self._state()
-            if joined := admit(self._place(fetcher)):
-                share_state(lambda: state, joined)
-                self._agree_on_random_numbers(None)
-                world.elastic.tell_changes()
+        elif world.elastic.is_pending and self._let_join(fetcher):
+            world.elastic.tell_changes()
         self._advance(fetcher)
 
     def _meet_and_begin_epoch(self) -> None:
@@ -100,32 +97,28 @@ class MeetingPoint:
         is_added = world.elastic.is_added
         if is_added:
             self._receive_state(None)
-        elif world.elastic.pending:
-            state = self._state()
-            if joined := admit(self._place(None), lost=False, added=True):
-                share_state(lambda: state, joined)
-                self._agree_on_random_numbers(None)
-                is_added = True
-        if is_added:
+        if is_added or (world.elastic.pending and self._let_join(None)):
             self._divide_anew()
             world.elastic.tell_changes()
         self._begin_epoch()
 
+    def _let_join(self, fetcher: Any) -> bool:
+        """Let processes join that wait here: for the places of lost ranks in an epoch, to be added between two."""
+        state = self._state()
+        joined = admit(self._place(fetcher), lost=fetcher is not None, added=fetcher is None)
+        if joined:
+            share_state(lambda: state, joined)
+            self._agree_on_random_numbers(None)
+        return bool(joined)
+
     def _divide_anew(self) -> None:
         """Make all loaders anew, for the number of ranks that there are now; collective."""
-        fit_loop, communicator = self._trainer.fit_loop, current().communicator
+        fit_loop = self._trainer.fit_loop
         for loader in fit_loop._combined_loader.flattened:
             divide_anew(loader)  # if its sampler is the script's own, to which Lightning adds none
         fit_loop._combined_loader = fit_loop.epoch_loop.val_loop._combined_loader = None
         fit_loop.setup_data()
-        told = dict(
-            zip(
-                communicator.ranks,
-                communicator.all_gather_object(self._trainer.num_training_batches, "number of batches"),
-                strict=True,
-            )
-        )
-        if len(set(told.values())) > 1:
+        if told := if_different(self._trainer.num_training_batches):
             raise MismatchError(
                 f"ranks have different numbers of training batches since the job has grown: {told}. Let Lightning add "
                 "the samplers, or make a DistributedSampler in train_dataloader(), with trainer.world_size."
@@ -292,10 +285,8 @@ def _random_states() -> dict[str, Any]:
 
 
 def _digest(state: Any) -> str:
-    """Of a generator's state: a tensor, or a tuple of arrays, numbers and tuples of numbers."""
-    leaves = state if isinstance(state, tuple) else (state,)
-    read = [np.asarray(leaf).tobytes() if hasattr(leaf, "__array__") else repr(leaf).encode() for leaf in leaves]
-    return hashlib.blake2b(b"".join(read)).hexdigest()
+    plain = state.numpy() if isinstance(state, torch.Tensor) else state
+    return hashlib.blake2b(pickle.dumps(plain)).hexdigest()
 
 
 def _go_on(loop: Any) -> None:
@@ -310,8 +301,9 @@ def _skip(combined: Any, fetcher: Any, epoch: int, progress: Any) -> None:
     """Let a data fetcher begin an epoch behind the batches that were done."""
     done = progress.current.completed
     for loader in combined.flattened:
-        for sampler in {id(one): one for one in _samplers(loader)}.values():
-            sampler.set_epoch(epoch)
+        for sampler in samplers_of(loader):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
     whole, limits = combined.flattened, combined.limits
     rest = from_batch(whole[0], done) if len(whole) == 1 and isinstance(whole[0], DataLoader) else None
     if rest is None:  # their batches are loaded and dropped
@@ -323,11 +315,3 @@ def _skip(combined: Any, fetcher: Any, epoch: int, progress: Any) -> None:
     combined.limits = None if limits is None else [limit - done for limit in limits]
     iter(fetcher)  # has its own references to what it iterates over
     combined.flattened, combined.limits = whole, limits
-
-
-def _samplers(loader: Any) -> Iterator[Any]:
-    """Those that have an order for each epoch, as Lightning 2.6.6 finds them (fabric/utilities/data.py:415)."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            yield sampler

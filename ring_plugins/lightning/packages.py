@@ -29,7 +29,6 @@ from ring_plugins.core.rendezvous import detect
 from ring_plugins.import_watch import ImportWatch, has_finished
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.fabric import BackwardSyncControl, RingFabricLogic
-from ring_plugins.lightning.parallel import Package
 from ring_plugins.lightning.strategy import RingTrainerLogic
 
 #: Names of the strategies in Lightning's registries, with the arguments they stand for.
@@ -95,23 +94,18 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
     def of(module: str, attribute: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
 
-    package = Package(
-        name=name,
-        reset_seed=of(f"{fabric}.utilities.seed", "reset_seed"),
-        trainer_launcher=of(f"{trainer}.strategies.launchers", "_MultiProcessingLauncher"),
-        fabric_launcher=of(f"{fabric}.strategies.launchers.multiprocessing", "_MultiProcessingLauncher"),
-        is_interactive=of(f"{fabric}.utilities.imports", "_IS_INTERACTIVE"),
-    )
-
-    def derive(class_name: str, logic: Any, base: Any, accelerator: Any) -> Any:
+    def derive(class_name: str, logic: Any, base: Any, accelerator: Any, launcher: Any) -> Any:
         members = {
             "__doc__": logic.__doc__,
             "__module__": __name__,
             # Pickle finds the class by this name, as an attribute of this module's attribute.
             "__qualname__": f"{name}.{class_name}",
-            "package": package,
+            "package": name,
+            "is_interactive": of(f"{fabric}.utilities.imports", "_IS_INTERACTIVE"),
+            "reset_seed": staticmethod(of(f"{fabric}.utilities.seed", "reset_seed")),
             "accelerator_type": accelerator,
             "accelerator": _accelerator,
+            "lightnings_launcher": staticmethod(launcher),
         }
         return type(class_name, (logic, base), members)
 
@@ -120,12 +114,14 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
         RingTrainerLogic,
         of(f"{trainer}.strategies", "ParallelStrategy"),
         of(f"{trainer}.accelerators", "Accelerator"),
+        of(f"{trainer}.strategies.launchers", "_MultiProcessingLauncher"),
     )
     for_fabric = derive(
         "RingFabricStrategy",
         RingFabricLogic,
         of(f"{fabric}.strategies.parallel", "ParallelStrategy"),
         of(f"{fabric}.accelerators.accelerator", "Accelerator"),
+        of(f"{fabric}.strategies.launchers.multiprocessing", "_MultiProcessingLauncher"),
     )
     of(f"{fabric}.plugins.environments.cluster_environment", "ClusterEnvironment").register(RingEnvironment)
     of(f"{fabric}.strategies.strategy", "_BackwardSyncControl").register(BackwardSyncControl)
@@ -139,16 +135,13 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
 # One object for both packages --------------------------------------------------------------------
 
 
-def _get_accelerator(strategy: Any) -> Any:
-    return strategy._accelerator
-
-
 def _set_accelerator(strategy: Any, accelerator: Any) -> None:
     _move_to_package_of(accelerator, strategy)
     strategy._accelerator = accelerator
 
 
-_accelerator = property(_get_accelerator, _set_accelerator, doc="The first thing that a Trainer sets on a strategy.")
+#: The first thing that a Trainer sets on a strategy.
+_accelerator = property(lambda strategy: strategy._accelerator, _set_accelerator)
 
 
 def _make_interchangeable(first: Any, second: Any) -> None:
@@ -173,8 +166,8 @@ def _move_to_package_of(accelerator: Any, strategy: Any) -> None:
         return
     if own is not type(strategy):
         raise ArgumentError(
-            f"{type(strategy).__name__} derives from the {own.__name__} of `{own.package.name}`, but was given to a"
-            f" Trainer of `{counterpart.package.name}`. Derive it from"
+            f"{type(strategy).__name__} derives from the {own.__name__} of `{own.package}`, but was given to a"
+            f" Trainer of `{counterpart.package}`. Derive it from"
             f" {counterpart.__module__}.{counterpart.__qualname__} instead."
         )
     strategy.__class__ = counterpart

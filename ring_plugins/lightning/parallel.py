@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -17,15 +16,21 @@ from typing_extensions import override
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.lightning import recovery
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
 from ring_plugins.lightning.failure import has_failed
-from ring_plugins.lightning.launcher import join_world
-from ring_plugins.lightning.process_group import all_gather, all_reduce, ensure_process_group, op_of
+from ring_plugins.lightning.launcher import RingLauncher, join_world
+from ring_plugins.lightning.process_group import (
+    all_gather,
+    all_reduce,
+    broadcast_object,
+    ensure_process_group,
+    reduced_if_all_had,
+)
 from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
+_ARGUMENTS_OF_LIGHTNING = ("accelerator", "parallel_devices", "checkpoint_io", "precision", "precision_plugin")
 _AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback", "overlap")
 
 #: Arguments of other data-parallel strategies, with what to do instead.
@@ -52,30 +57,15 @@ _ARGUMENTS_OF_OTHERS["ddp_comm_state"] = _ARGUMENTS_OF_OTHERS["ddp_comm_wrapper"
 ParallelStrategy: Any = object
 
 
-@dataclass(frozen=True)
-class Package:
-    """The parts of `lightning` or `pytorch_lightning` that our logic calls.
-
-    Attributes:
-        name: What a user imports, ``"lightning"`` or ``"pytorch_lightning"``.
-        reset_seed: Seeds this process again, as ``seed_everything`` did in it or in the process it comes from.
-        trainer_launcher: Starts workers by fork or spawn for a Trainer, as notebooks need it.
-        fabric_launcher: The same for Fabric.
-        is_interactive: Whether Lightning believes it runs in a notebook or at a prompt.
-    """
-
-    name: str
-    reset_seed: Callable[[], Any]
-    trainer_launcher: Callable[..., Any]
-    fabric_launcher: Callable[..., Any]
-    is_interactive: bool
-
-
 class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `ParallelStrategy`
     """Ranks, devices and collectives of one process."""
 
-    package: ClassVar[Package]
+    package: ClassVar[str]  # what a user imports, "lightning" or "pytorch_lightning"
+    is_interactive: ClassVar[bool]  # whether Lightning believes it runs in a notebook or at a prompt
+    reset_seed: ClassVar[Any]  # seeds this process again, as `seed_everything` did here or in its parent
     accelerator_type: ClassVar[type]
+    ring_launcher: ClassVar[type[RingLauncher]] = RingLauncher
+    lightnings_launcher: ClassVar[Callable[..., Any]]  # starts workers by fork or spawn, as notebooks need it
     recovers: ClassVar[bool] = False  # whether it supports on_failure="continue" and "replace"
 
     cluster_environment: RingEnvironment
@@ -91,8 +81,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     _num_nodes = 1
     _is_catching_up = False
 
-    def _keep_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Keep the constructor's arguments: all of them, those of `GradientAverager`, and those of the processes.
+    def _construct(self, arguments: Mapping[str, Any]) -> None:
+        """Keep the constructor's arguments, and construct Lightning's strategy from those that it has itself.
 
         Raises:
             ArgumentError: there are some in `unknown`, or one has a type that fails only once the ranks are started.
@@ -116,6 +106,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
         self._shard = arguments["shard_optimizer"]
         self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]
+        lightnings = {name: arguments[name] for name in _ARGUMENTS_OF_LIGHTNING if name in arguments}
+        super().__init__(**lightnings, cluster_environment=environment or RingEnvironment())
 
     @property
     def num_nodes(self) -> int:
@@ -181,10 +173,6 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             return tensor
         if self._is_alone:
             return torch.stack([tensor] * self.world_size)
-        if self._recovers:
-            if sync_grads or group is not None:
-                world.current().refuse_to_recover("all_gather with sync_grads=True or a group")
-            return recovery.all_gather(tensor)
         return all_gather(tensor, group, sync_grads)
 
     @override
@@ -200,26 +188,23 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         """Return the object of rank `src`, pickled, on every rank."""
         if not world.is_initialized() or self.world_size == 1 or has_failed() or self._is_alone:
             return obj
-        if self._recovers:
-            item = recovery.broadcast_object(obj, src)
-            _tell_losses()
-            return item
-        result: T = world.current().communicator.broadcast_object(obj, root=src, operation="strategy.broadcast")
-        return result
+        item = broadcast_object(obj, src)
+        _tell_losses()
+        return item
 
+    @override
     @purpose("strategy.reduce")
-    def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; anything else is returned as it is. See `process_group.all_reduce`."""
         # As Lightning's own strategies do, before the processes are launched: a callback may log in ``setup``.
         is_single = self.world_size == 1 or has_failed() or not (self._recovers or dist.is_initialized())
         if is_single or not isinstance(tensor, Tensor):
             return tensor
         if self._is_alone:
-            return recovery.reduced_if_all_had(tensor, op_of(reduce_op), self.world_size)
-        if not self._recovers:
-            return all_reduce(tensor, group, reduce_op)
-        if group is not None:
-            world.current().refuse_to_recover("reducing among the ranks of a group")
-        return recovery.all_reduce(tensor, op_of(reduce_op))
+            return reduced_if_all_had(tensor, reduce_op, self.world_size)
+        return all_reduce(tensor, group, reduce_op)
+
+    all_reduce = reduce  # Fabric's name for it
 
     @property
     def _recovers(self) -> bool:
@@ -233,8 +218,11 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         named = list(named_parameters)
         return [shard_optimizer(optimizer, self._shard, named) for optimizer in optimizers]
 
-    def _set_ranks(self) -> None:
-        """Determine ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet."""
+    def set_world_ranks(self) -> None:
+        """Determine ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet.
+
+        Called by name: by the Trainer's constructor (accelerator_connector.py:530) and Fabric's (connector.py:518).
+        """
         devices = self.parallel_devices or [torch.device("cpu")]
         environment = self.cluster_environment
         environment.set_world_size(len(devices))
@@ -248,17 +236,24 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             )
         set_rank_zero(self.global_rank)
 
-    def _choose_launcher(self, launcher: type, multiprocessing_launcher: Any) -> Any:
-        """None for one rank; Lightning's own launcher in a notebook, which has no script to run again; else ours."""
-        if self.world_size == 1:
-            return None
-        start_method = self._start_method or ("fork" if self.package.is_interactive else "popen")
-        if start_method == "popen" or self.cluster_environment.creates_processes_externally:
-            return launcher(self.cluster_environment)
-        return multiprocessing_launcher(self, start_method=start_method)
+    _set_world_ranks = set_world_ranks
 
-    def _connect(self) -> None:
+    @override
+    def _configure_launcher(self) -> None:
+        """None for one rank; Lightning's own launcher in a notebook, which has no script to run again; else ours."""
+        self._launcher: Any = None
+        if self.world_size == 1:
+            return
+        start_method = self._start_method or ("fork" if self.is_interactive else "popen")
+        if start_method == "popen" or self.cluster_environment.creates_processes_externally:
+            self._launcher = self.ring_launcher(self.cluster_environment)
+        else:
+            self._launcher = self.lightnings_launcher(self, start_method=start_method)
+
+    @override
+    def setup_environment(self) -> None:
         """Bring up the world and the process group; a process has one of each, however many Trainers it runs."""
+        super().setup_environment()
         environment = self.cluster_environment
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()

@@ -6,44 +6,37 @@ and a rank that waits in any of them learns of a failed peer.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
+from ring_plugins.core.collectives.recovery import repeated
+from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.job import World
+from ring_plugins.core.joining.root import Root
+from ring_plugins.core.world import current, is_initialized
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world
+from ring_plugins.torch.tensors import OPERATIONS
+
+T = TypeVar("T")
 
 BACKEND = "ring"
 
 # The world over which this module initialized torch.distributed; the group dies with it in `ring_plugins.shutdown()`.
 _initialized_over: list[World] = []
 
-_REDUCTIONS = {
-    "mean": dist.ReduceOp.AVG,
-    "avg": dist.ReduceOp.AVG,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-_OPS = {
-    dist.ReduceOp.AVG: Op.AVERAGE,
-    dist.ReduceOp.SUM: Op.SUM,
-    dist.ReduceOp.MIN: Op.MIN,
-    dist.ReduceOp.MAX: Op.MAX,
-    dist.ReduceOp.PRODUCT: Op.PRODUCT,
-}
+#: Lightning's names of reductions.
+_NAMES = {
+    "mean": Op.AVERAGE, "avg": Op.AVERAGE, "sum": Op.SUM, "min": Op.MIN, "max": Op.MAX, "product": Op.PRODUCT
+}  # fmt: skip
 
 
 def ensure_process_group(world: World, timeout: timedelta | None = None) -> None:
@@ -70,21 +63,12 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     # Lightning calls around `prepare_data`, cannot.
     store, rank, size = store_from_world(timeout)
     _initialized_over[:] = [world]
-    with _keeping_excepthook():
-        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-@contextmanager
-def _keeping_excepthook() -> Iterator[None]:
-    """Leave ``sys.excepthook`` as it is.
-
-    torch 2.13, distributed/distributed_c10d.py, `init_process_group`: installs a hook that holds back what the others
-    print, in order to begin each line with the rank. Our hook names the rank already, and may end the job before torch
-    prints what it held back.
-    """
+    # torch 2.13, distributed/distributed_c10d.py, `init_process_group`: installs a hook that holds back what the others
+    # print, in order to begin each line with the rank. Ours names the rank already, and may end the job before torch
+    # prints what it held back.
     hook = sys.excepthook
     try:
-        yield
+        dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
     finally:
         sys.excepthook = hook
 
@@ -96,7 +80,7 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-# ``strategy.reduce``, ``fabric.all_reduce`` and ``all_gather`` ---------------------------------------
+# What strategies offer -----------------------------------------------------------------------------
 
 
 def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -115,18 +99,44 @@ def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Te
     Raises:
         ArgumentError: If `reduce_op` is no such name.
     """
-    operation = _operation(reduce_op)
-    is_average = operation == dist.ReduceOp.AVG
-    if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
-        total = tensor.to(torch.int64)
-        dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
-        return total / dist.get_world_size(group)
-    if is_average and dist.get_backend(group) == "gloo":
-        # A group of the user's own; gloo has no average.
+    op = _op_of(reduce_op)
+    if op is Op.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+        return all_reduce(tensor.to(torch.int64), group, "sum") / _size(group)
+    if group is None:
+        ring.all_reduce(tensor.detach(), op, out=tensor.detach())
+        return tensor
+    current().refuse_to_recover("reducing among the ranks of a group")
+    if op is Op.AVERAGE and dist.get_backend(group) == "gloo":  # which has no average
         dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
-        return tensor.div_(dist.get_world_size(group))
-    dist.all_reduce(tensor, operation, group=group)
+        return tensor.div_(_size(group))
+    dist.all_reduce(tensor, next(theirs for theirs, ours in OPERATIONS if ours is op), group=group)
     return tensor
+
+
+def _size(group: Any) -> int:
+    return current().topology.size if group is None else dist.get_world_size(group)
+
+
+def reduced_if_all_had(tensor: Tensor, reduce_op: Any, size: int) -> Tensor:
+    """What reducing a tensor over so many ranks would give if all had this one."""
+    op = _op_of(reduce_op)
+    if op is Op.SUM:
+        return tensor * size
+    return tensor**size if op is Op.PRODUCT else tensor
+
+
+def _op_of(reduce_op: Any) -> Op:
+    """Our name for a reduction.
+
+    Raises:
+        ArgumentError: If there is none.
+    """
+    known = [*_NAMES.items(), *OPERATIONS, (None, Op.SUM)]
+    wanted = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    op = next((ours for theirs, ours in known if theirs == wanted), None)
+    if op is None:
+        raise ArgumentError(f"reduce_op={reduce_op!r} is not known. Choose one of: {', '.join(_NAMES)}.")
+    return op
 
 
 def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -140,6 +150,10 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     Raises:
         NotInitialized: If the strategy has not set up its processes yet.
     """
+    if is_initialized() and current().recovers:
+        if sync_grads or group is not None:
+            current().refuse_to_recover("all_gather with sync_grads=True or a group")
+        return torch.as_tensor(ring.all_gather(tensor.detach().unsqueeze(0)))
     if not dist.is_initialized():
         raise NotInitialized(
             "all_gather() was called before the strategy had set up its processes. Call it from a hook that runs inside"
@@ -155,21 +169,13 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     return torch.stack(gathered)
 
 
-def op_of(reduce_op: Any) -> Op:
-    """Our name for a reduction.
+def broadcast_object(item: T, src: int) -> T:
+    """The object of a rank, on all ranks; if that rank is lost meanwhile, of the lowest that is left."""
+    source = Root(check_rank(src, current().communicator, "src"))
 
-    Raises:
-        ArgumentError: If there is none.
-    """
-    operation = _operation(reduce_op)
-    if operation not in _OPS:
-        raise ArgumentError(f"reduce_op={reduce_op!r} is not known. Choose one of: {', '.join(_REDUCTIONS)}.")
-    return _OPS[operation]
+    def attempt() -> Any:
+        communicator = current().communicator
+        return communicator.broadcast_object(item, source.rank_in(communicator), operation="strategy.broadcast")
 
-
-def _operation(reduce_op: Any) -> Any:
-    if not isinstance(reduce_op, str):
-        return dist.ReduceOp.SUM if reduce_op is None else reduce_op
-    if reduce_op.lower() not in _REDUCTIONS:
-        raise ArgumentError(f"reduce_op={reduce_op!r} is not known. Choose one of: {', '.join(_REDUCTIONS)}.")
-    return _REDUCTIONS[reduce_op.lower()]
+    result: T = repeated(attempt)
+    return result

@@ -5,30 +5,39 @@ it needs them. Three things remember:
 
 - ``rank_zero_only`` has a number, by which loggers and checkpoints find out whether to write;
 - data loaders have their samplers, so they are made anew for the next epoch;
-- torch's process groups have a number of ranks for good, so there is none in such a job. What Lightning and
-  torchmetrics use it for is done here, by collectives of ours, which are repeated when a rank is lost in them.
+- torch's process groups have a number of ranks for good, so there is none in such a job. What torchmetrics uses it for
+  is done here, by collectives of ours, which are repeated when a rank is lost in them.
+
+**Loggers** go on in the same place when another rank takes over from rank 0.
+
+Lightning's loggers for files choose their directory when they are first asked, each rank for itself, by looking which
+versions there are. Only rank 0 writes, so it does not matter that the other ranks find rank 0's and choose the next
+one, until rank 0 is lost. So all ranks get the version of rank 0 at first.
+
+`TensorBoardLogger` adds a file to its directory. `CSVLogger` deletes what it finds there, and knows only the columns
+that it has written itself. So one that takes over gets a writer that adds lines to the file. Ranks may take over in
+turn, so it reads the columns from the file each time.
+
+Considered and rejected: to let each rank that takes over begin another version, beside which the old one stays as it
+is. Nothing can be lost then, but whoever plots a training has to put pieces together.
 """
 
 from __future__ import annotations
 
+import csv
+import sys
 import weakref
+from collections.abc import Sequence
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 import ring_plugins as ring
-from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import current
 from ring_plugins.lightning.environment import set_rank_zero
-from ring_plugins.lightning.joining import MeetingPoint
-from ring_plugins.lightning.loggers import take_over, take_versions, versions_of
-from ring_plugins.torch.device import memory_of
 
 T = TypeVar("T")
 
@@ -50,8 +59,6 @@ class LossFollower:
         self._metrics = [_Gathered(metric) for metric in module.modules() if _is_metric(metric)]
         if not self._world.is_joining:
             take_versions(trainer.loggers, strategy.broadcast(versions_of(trainer.loggers)))
-        is_replaced = self._world.replaces and trainer.state.fn == "fit"
-        self._meeting_point = MeetingPoint(strategy, trainer) if is_replaced else None
 
     def _follow(self, change: MembershipChange) -> None:
         if change.rank > change.rank_before == 0:  # a process has taken the place of rank 0, whose loggers go on
@@ -75,9 +82,75 @@ class LossFollower:
         self._trainer.reload_dataloaders_every_n_epochs = self._reload_every
         for metric in self._metrics:
             metric.undo()
-        self._metrics.clear()
-        if self._meeting_point is not None:
-            self._meeting_point.close()
+
+
+# Loggers ------------------------------------------------------------------------------------------
+
+#: Classes with a version that they choose by looking at files: Lightning 2.6.6, fabric/loggers/csv_logs.py:97.
+_OF_FILES = ("CSVLogger", "TensorBoardLogger")
+
+Versions = list[tuple[str, Any]]
+
+
+def versions_of(loggers: Sequence[Any]) -> Versions:
+    """Each logger's class and version; None for one of another kind."""
+    return [(type(logger).__name__, logger.version if _class_of_files(logger) else None) for logger in loggers]
+
+
+def take_versions(loggers: Sequence[Any], versions: Versions) -> None:
+    """Let loggers write where others of the same classes do."""
+    for logger, (name, version) in zip(loggers, versions, strict=False):
+        if version is not None and type(logger).__name__ == name:
+            logger._version = version
+
+
+def take_over(logger: Any) -> None:
+    """Let a `CSVLogger` that has not written yet add to its file; other loggers stay as they are."""
+    kind = _class_of_files(logger)
+    writer: Any = getattr(sys.modules[kind.__module__], "ExperimentWriter", None) if kind is not None else None
+    if writer is None or logger._experiment is not None:
+        return
+
+    class AddingWriter(writer):  # type: ignore[misc]  # of either package
+        """Lightning's writer, on a file in which other processes have written."""
+
+        size = -1  # of the file when this has last written
+
+        def _check_log_dir_exists(self) -> None:
+            """Lightning's deletes the file."""
+
+        def save(self) -> None:
+            # The hyperparameters that rank 0 has written stay, unless the script has logged some here.
+            lightnings: Any = super() if self.hparams else super(writer, self)
+            lightnings.save()
+            if self._fs.isfile(self.metrics_file_path):
+                self.size = self._fs.size(self.metrics_file_path)
+
+        def _record_new_keys(self) -> set[str]:
+            if self._fs.isfile(self.metrics_file_path) and self._fs.size(self.metrics_file_path) != self.size:
+                self.metrics_keys = self._columns()
+            found: set[str] = super()._record_new_keys()
+            return found
+
+        def _columns(self) -> list[str]:
+            """Those of the file, from which the beginning of a line is removed that nobody has written to its end."""
+            with self._fs.open(self.metrics_file_path, "rb") as file:
+                content: bytes = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:
+                with self._fs.open(self.metrics_file_path, "wb") as file:
+                    file.write(whole)
+            return next(csv.reader(whole.decode().splitlines()), [])
+
+    logger._experiment = AddingWriter(logger.log_dir)
+
+
+def _class_of_files(logger: Any) -> type[Any] | None:
+    """Lightning's class from which a logger's derives, if it is one for files."""
+    for kind in type(logger).__mro__:
+        if kind.__name__ in _OF_FILES and kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            return kind
+    return None
 
 
 # torchmetrics -------------------------------------------------------------------------------------
@@ -112,13 +185,7 @@ def _gather(value: Tensor, group: Any = None) -> list[Tensor]:
     """As ``torchmetrics.utilities.distributed.gather_all_tensors``."""
     if group is not None:
         raise ArgumentError('a metric of a process group does not support on_failure="continue"; leave the group out.')
-    return gather_tensors(value)
-
-
-@all_or_none
-def gather_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks that are left, which may have different shapes."""
-    return current().communicator.all_gather_object(tensor.detach(), "gather of tensors")
+    return ring.all_gather_object(value.detach())
 
 
 def _sync(metric: Any, *args: Any, **options: Any) -> None:
@@ -129,47 +196,3 @@ def _sync(metric: Any, *args: Any, **options: Any) -> None:
         if current().elastic.view == view or not metric._is_synced:
             return
         metric.unsync()
-
-
-# What a strategy offers ---------------------------------------------------------------------------
-
-
-def broadcast_object(item: T, src: int) -> T:
-    """The object of a rank, on all ranks; if that rank is lost meanwhile, of the one that takes its number."""
-    result: T = repeated(
-        lambda: current().communicator.broadcast_object(item, min(src, ring.size() - 1), operation="strategy.broadcast")
-    )
-    return result
-
-
-def broadcast_from_rank_0(parts: list[Tensor]) -> Tensor:
-    """Rank 0's tensors, flat and one behind the other; if it is lost meanwhile, those of the next rank 0."""
-
-    def attempt() -> Tensor:
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        current().communicator.broadcast(cast("HostMemory", memory_of(flat)), 0)
-        return flat
-
-    return repeated(attempt)
-
-
-def all_reduce(tensor: Tensor, op: ring.Op) -> Tensor:
-    """Reduce a tensor in place; the mean of integers is a new one of the default floating dtype."""
-    with torch.no_grad():
-        if op is ring.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
-            total = ring.all_reduce(tensor.to(torch.int64), ring.SUM)
-            return torch.as_tensor(total / ring.size())
-        ring.all_reduce(tensor.detach(), op, out=tensor.detach())
-        return tensor
-
-
-def reduced_if_all_had(tensor: Tensor, op: ring.Op, size: int) -> Tensor:
-    """What reducing a tensor over so many ranks would give if all had this one."""
-    if op is ring.SUM:
-        return tensor * size
-    return tensor**size if op is ring.PRODUCT else tensor
-
-
-def all_gather(tensor: Tensor) -> Tensor:
-    """Stack the tensors of all ranks that are left."""
-    return torch.stack(gather_tensors(tensor))

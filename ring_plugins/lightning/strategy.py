@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -28,7 +28,7 @@ from ring_plugins.lightning.failure import (
     set_exit_status,
 )
 from ring_plugins.lightning.hyperparameters import check_equal
-from ring_plugins.lightning.launcher import RingLauncher
+from ring_plugins.lightning.joining import MeetingPoint
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
@@ -126,19 +126,12 @@ class RingTrainerLogic(RingParallelLogic):
         start_method: StartMethod | None = None,
         **unknown: Any,
     ) -> None:
-        self._keep_arguments(locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or RingEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        self._construct(locals())
         FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
-        self._follower: LossFollower | None = None
-        self._same_loop: SameLoop | None = None
+        #: What `setup` has done to the Trainer, and is undone at the end.
+        self._set_up = ExitStack()
         self._broadcast_buffers = broadcast_buffers
         self._skip_step_on = exceptions_to_skip(skip_step_on)
         self._shared_step: SharedStep | None = None
@@ -146,7 +139,6 @@ class RingTrainerLogic(RingParallelLogic):
         self._drift = DriftCheck(chosen_interval(drift_check_every))
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
-        self._applied_layer_sync: Any | None = None
         self._waited_seconds = 0.0
 
     @property
@@ -159,45 +151,39 @@ class RingTrainerLogic(RingParallelLogic):
         """Seconds in which this process waited for gradients to be averaged, over all calls of ``fit``."""
         return self._waited_seconds + (0.0 if self._averager is None else self._averager.waited_seconds)
 
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer's constructor, by name (accelerator_connector.py:530)."""
-        self._set_ranks()
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = self._choose_launcher(RingLauncher, self.package.trainer_launcher)
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.is_distributed:
             # Building models and data may have drawn different random numbers on each rank.
-            self.package.reset_seed()
-        self._connect()
+            self.reset_seed()
 
     @override
     def setup(self, trainer: Any) -> None:
         is_fitting = trainer.state.fn == "fit"
+        self._undo_setup()
         if self._recovers:
             if self._layer_sync:
                 world.current().refuse_to_recover("Trainer(sync_batchnorm=True)")
-            self._follower = LossFollower(self, trainer, self.lightning_module)
+            self._set_up.callback(LossFollower(self, trainer, self.lightning_module).close)
+            if is_fitting and world.current().replaces:
+                self._set_up.callback(MeetingPoint(self, trainer).close)
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer)  # before the weights, of which other numbers make other shapes
         if is_fitting and self.is_distributed and self._layer_sync:
-            self._applied_layer_sync = for_device(self._layer_sync, self.root_device)
-            self.model = self._applied_layer_sync.apply(self.model)
+            layer_sync = for_device(self._layer_sync, self.root_device)
+            self.model = layer_sync.apply(self.model)
+            self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         super().setup(trainer)
         if self.is_distributed:
-            if self._same_loop is not None:
-                self._same_loop.close()
-            self._same_loop = SameLoop(trainer, compares=not self._recovers and self.world_size > 1)
+            self._set_up.callback(SameLoop(trainer, compares=not self._recovers and self.world_size > 1).close)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
             self._drift = DriftCheck(self._drift.every)
         if is_fitting and (self.is_distributed or self._skip_step_on):
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+            self._set_up.callback(self._averager.close)
             self._averager.compare_options(_groups_of(self))
             self._shared_step = SharedStep(
                 self._averager, self.lightning_module.automatic_optimization, self._may_accumulate, self._skip_step_on
@@ -249,9 +235,10 @@ class RingTrainerLogic(RingParallelLogic):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is not None:
             self._buffers.before_training_step()
+        step = super().training_step
         if self._shared_step is None:
-            return super().training_step(*args, **kwargs)
-        output: Any = self._shared_step.attempt(lambda: super(RingTrainerLogic, self).training_step(*args, **kwargs))
+            return step(*args, **kwargs)
+        output: Any = self._shared_step.attempt(lambda: step(*args, **kwargs))
         if output is None and self._shared_step.has_failed:
             # Lightning 2.6.6, pytorch/loops/optimization/automatic.py:323, rejects None with several ranks.
             return torch.full((), torch.nan, device=self.root_device)
@@ -259,11 +246,10 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def compute() -> Tensor:
-            result: Tensor = super(RingTrainerLogic, self).backward(closure_loss, *args, **kwargs)
-            return result
-
-        loss = compute() if self._shared_step is None else self._shared_step.attempt(compute)
+        if self._shared_step is None:
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[no-any-return]
+        backward = super().backward
+        loss: Tensor | None = self._shared_step.attempt(lambda: backward(closure_loss, *args, **kwargs))
         return closure_loss.detach() if loss is None else loss
 
     @override
@@ -276,16 +262,14 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        def step(closure: Callable[[], Any]) -> Any:
-            return super(RingTrainerLogic, self).optimizer_step(optimizer, closure, *args, **kwargs)
-
+        step = super().optimizer_step
         if self._shared_step is None:
-            return step(closure)
+            return step(optimizer, closure, *args, **kwargs)
         assert self._averager is not None
         if self._drift.every and self._shard:
             self._check_drift(self._averager)  # before the step, which gives all ranks the same weights
         skipped_before = self._averager.skipped_steps
-        result = self._shared_step.run(optimizer, closure, step)
+        result = self._shared_step.run(optimizer, closure, lambda one: step(optimizer, one, *args, **kwargs))
         if not self.is_distributed or self._averager.skipped_steps > skipped_before:
             return result
         self._averager.count_update()
@@ -321,11 +305,6 @@ class RingTrainerLogic(RingParallelLogic):
             if self._averager.steps and not has_failed():
                 self._averager.compare_weights("before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; anything else is returned as it is. See `process_group.all_reduce`."""
-        return self._reduce(tensor, group, reduce_op)
 
     @override
     def on_train_start(self) -> None:
@@ -376,28 +355,20 @@ class RingTrainerLogic(RingParallelLogic):
 
     @override
     def teardown(self) -> None:
+        self._undo_setup()
+        super().teardown()
+
+    def _undo_setup(self) -> None:
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
-            self._averager.close()
-            self._averager = self._buffers = self._shared_step = None
-        if self._same_loop is not None:
-            self._same_loop.close()
-            self._same_loop = None
-        if self._follower is not None:
-            self._follower.close()
-            self._follower = None
-        if self._applied_layer_sync is not None:
-            self.model = self._applied_layer_sync.revert(self.model)
-            self._applied_layer_sync = None
-        super().teardown()
+        self._set_up.close()
+        self._averager = self._buffers = self._shared_step = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        state["_averager"] = state["_shared_step"] = state["_follower"] = None
-        state["_same_loop"] = None
-        return state
+        return {**state, "_averager": None, "_shared_step": None, "_set_up": ExitStack()}
 
 
 def _groups_of(strategy: Any) -> Groups:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ring_plugins.benchmarking.curve import Curve
+from ring_plugins.benchmarking import Curve
 from ring_plugins.core.base.errors import MissingDependency
 from ring_plugins.planning.simulation import Prediction
 

@@ -18,8 +18,8 @@ from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_pa
 from ring_plugins.torch.compiled import leave_out_of_compilation
 from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.loaders import ElasticSampler
 from ring_plugins.torch.optimizer import DistributedOptimizer
-from ring_plugins.torch.sampler import ElasticSampler
 from ring_plugins.torch.training_state import TrainingState
 
 leave_out_of_compilation()

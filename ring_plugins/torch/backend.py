@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch re-exports them unmarked
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
@@ -25,7 +25,7 @@ from ring_plugins.torch.device import streams
 from ring_plugins.torch.point_to_point import Ends, PointToPoint
 from ring_plugins.torch.process_group import RingProcessGroup
 from ring_plugins.torch.rendezvous import adopt, replace_env_rendezvous
-from ring_plugins.torch.store import StoredFailure, exchange_through_store
+from ring_plugins.torch.store import GroupStore
 
 #: How often this process created a group of each name. All members count alike, so a group that is destroyed and
 #: created again uses fresh keys in a store that still holds the old ones.
@@ -86,14 +86,13 @@ def create_process_group(options: Any, _backend_options: Any = None) -> RingProc
             "first with that number."
         )
     secret = own.derive_secret(f"process group {group_id}, {prefix}")
-    failure = StoredFailure(store, secret, own.failure_detector)
+    members = GroupStore(store, rank, size, secret, own.failure_detector)
     try:
-        ranks = tuple(exchange_through_store(store, "ranks", rank, size, own.topology.rank, secret, failure.check))
-        connections = _Connections(own, store, group_id, rank, ranks, secret, failure)
+        connections = _Connections(own, members, group_id, tuple(members.exchange("ranks", own.topology.rank)))
         point_to_point = PointToPoint(rank, size, connections)
         return RingProcessGroup(store, connections.for_host(), point_to_point, connections.for_gpu)
     except BaseException as error:
-        failure.tell(own.topology.rank, f"process group {group_id}", error)
+        members.tell(own.topology.rank, f"process group {group_id}", error)
         raise
 
 
@@ -102,36 +101,21 @@ class _Connections:
 
     Args:
         own: the world that the group is part of.
-        store: shared by the members of the group.
+        members: of the group.
         group_id: torch's name of the group.
-        rank: of this process in the group.
         ranks: of all members in the world.
-        secret: of the group, with which its members sign what they exchange through the store.
-        failure: of the construction on any of them.
     """
 
-    def __init__(
-        self,
-        own: World,
-        store: Store,
-        group_id: str,
-        rank: int,
-        ranks: tuple[int, ...],
-        secret: bytes,
-        failure: StoredFailure,
-    ) -> None:
-        self._failure = failure
-        self._world, self._store, self._group_id, self._secret = own, store, group_id, secret
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, own: World, members: GroupStore, group_id: str, ranks: tuple[int, ...]) -> None:
+        self._world, self._members, self._group_id, self._ranks = own, members, group_id, ranks
 
     def for_host(self) -> Communicator:
-        gather = self._gather(self._group_id)
-        name = f"process group {self._group_id}"
-        return self._world.new_communicator(name, self._ranks, gather, self._failure.check)
+        name, gather = f"process group {self._group_id}", self._members.gather(self._group_id)
+        return self._world.new_communicator(name, self._ranks, gather, self._members.check)
 
     def for_gpu(self, index: int) -> DeviceCommunicator:
         name = f"{self._group_id} on GPUs"
-        gather = self._gather(name)
+        gather = self._members.gather(name)
         return self._world.new_device_communicator(f"process group {name}", index, streams(index), self._ranks, gather)
 
     def executor(self, ends: Ends) -> PairExecutor:
@@ -142,12 +126,14 @@ class _Connections:
 
     def connect(self, ends: Ends, index: int | None, executor: PairExecutor) -> Communicator[Any]:
         name, members = self._name_of(ends), (self._ranks[ends.sender], self._ranks[ends.receiver])
-        position, rounds, store = int(ends.receiver == self._rank), itertools.count(), PrefixStore(name, self._store)
-        failure = StoredFailure(store, self._secret, self._world.failure_detector)
+        position, group = int(ends.receiver == self._members.rank), self._members
+        both = GroupStore(
+            PrefixStore(name, group.store), position, 2, group.secret + name.encode(), self._world.failure_detector
+        )
 
         def wait(other: int, has_come: Callable[[], bool]) -> None:
             def ready() -> bool:
-                failure.check()
+                both.check()
                 try:
                     return has_come()
                 except dist.DistError as error:
@@ -156,31 +142,18 @@ class _Connections:
 
             executor.meet(ready, lambda: [members[other]], _pauses())
 
-        def gather(item: Any) -> list[Any]:
-            key, secret = f"ends/{next(rounds)}", self._secret + name.encode()
-            return exchange_through_store(store, key, position, 2, item, secret, failure.check, wait)
-
+        gather = both.gather("ends", wait)
         try:
             if index is None:
-                return self._world.new_communicator(name, members, gather, failure.check, executor)
+                return self._world.new_communicator(name, members, gather, both.check, executor)
             return self._world.new_device_communicator(name, index, streams(index), members, gather, own_stream=True)
         except BaseException as error:
-            failure.tell(members[position], name, error)
+            both.tell(members[position], name, error)
             raise
 
     def _name_of(self, ends: Ends) -> str:
         between_gpus = "" if ends.tag is None else f", tag {ends.tag}, between GPUs"
         return f"process group {self._group_id}, {ends.sender} to {ends.receiver}{between_gpus}"
-
-    def _gather(self, name: str) -> Callable[[Any], list[Any]]:
-        """A function that exchanges items among the members, any number of times."""
-        rounds = itertools.count()
-
-        def gather(item: Any) -> list[Any]:
-            key, size = f"{name}/{next(rounds)}", len(self._ranks)
-            return exchange_through_store(self._store, key, self._rank, size, item, self._secret, self._failure.check)
-
-        return gather
 
 
 def _pauses() -> Callable[[float], None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory, Memory, host_memory
+from ring_plugins.core.arrays.memory import DeviceMemory, Memory, host_memory
 from ring_plugins.core.base.types import Array
 
 if TYPE_CHECKING:
@@ -50,16 +50,12 @@ def memory_of(flat: torch.Tensor) -> Memory:
     if is_on_gpu(flat):
         dtype = str(flat.dtype).removeprefix("torch.")
         return DeviceMemory(flat.data_ptr(), flat.numel(), dtype, index_of(flat), flat, flat.itemsize)
-    return _host_memory_of(flat)
-
-
-def _host_memory_of(flat: torch.Tensor) -> HostMemory:
     return host_memory(known_bytes(flat), writable=True)
 
 
 def array_of(flat: torch.Tensor) -> Array:
     """The memory of a 1-d contiguous tensor on the CPU, as numpy stores its dtype."""
-    return _host_memory_of(flat).array
+    return host_memory(known_bytes(flat), writable=True).array
 
 
 def is_only_moved(dtype: torch.dtype) -> bool:

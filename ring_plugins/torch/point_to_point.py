@@ -35,7 +35,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu
 from ring_plugins.torch.tensors import Target
-from ring_plugins.torch.work import GpuMessageWork, RingWork
+from ring_plugins.torch.work import GpuWork, RingWork
 
 #: The communicator's rank of either end.
 _SENDER, _RECEIVER = 0, 1
@@ -111,7 +111,7 @@ class PointToPoint:
             raise
         if is_on_gpu(tensor):
             index = index_of(tensor)
-            on_gpu = GpuMessageWork(description, [tensor], source, index)
+            on_gpu = GpuWork(description, [tensor], index, source)
             channel = self._channel(ends._replace(tag=tag), index, description)
             return channel.start(on_gpu, _move_on_gpu(on_gpu, description, target, sending, index))
 
@@ -136,7 +136,7 @@ class PointToPoint:
 
 
 def _move_on_gpu(
-    work: GpuMessageWork, description: str, target: Target, sending: bool, index: int
+    work: GpuWork, description: str, target: Target, sending: bool, index: int
 ) -> Callable[[DeviceCommunicator], None]:
     """Order the message after what the caller's stream was given before the call, but not after what it gets later.
 

@@ -24,13 +24,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.torch import exchanges
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of
 from ring_plugins.torch.point_to_point import PointToPoint
 from ring_plugins.torch.store import monitored_barrier
 from ring_plugins.torch.tensors import (
     Target,
     all_at,
+    all_gather,
+    all_to_all,
     by_type,
     elements_by_rank,
     equal_parts,
@@ -38,6 +39,7 @@ from ring_plugins.torch.tensors import (
     flat_sources,
     one_per_rank,
     operation,
+    reduce_scatter,
     single,
 )
 from ring_plugins.torch.work import GpuWork, RingWork
@@ -190,7 +192,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
             target = Target(one_per_rank(outputs, "output_tensors", self), "output_tensors")
             triples.append((flat_source(mine, "input_tensor"), target, target.counts))
         every = [output for outputs in output_lists for output in outputs]
-        return self._start("all_gather", every, exchanges.all_gather(triples, self), opts)
+        return self._start("all_gather", every, all_gather(triples, self), opts)
 
     allgather_coalesced = allgather
 
@@ -208,7 +210,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         for output, mine in zip(outputs, inputs, strict=True):
             counts = equal_parts(output, "output_tensor", self)
             triples.append((flat_source(mine, "input_tensor"), Target([output], "output_tensor"), counts))
-        return self._start("all_gather", list(outputs), exchanges.all_gather(triples, self), opts)
+        return self._start("all_gather", list(outputs), all_gather(triples, self), opts)
 
     # One rank sends to or receives from all -----------------------------------------------------------
 
@@ -239,7 +241,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         outputs: list[torch.Tensor] = []
         if root == self.rank():
             outputs = one_per_rank(single(output_tensors, "gather_list"), "gather_list", self)
-        run = exchanges.all_to_all("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
+        run = all_to_all("gather", outputs, [mine], self, send_counts=all_at(root, mine.numel(), self))
         return self._start("gather", outputs, run, opts, [mine])
 
     @_tells_rejections
@@ -252,7 +254,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         inputs: list[torch.Tensor] = []
         if root == self.rank():
             inputs = one_per_rank(single(input_tensors, "scatter_list"), "scatter_list", self)
-        run = exchanges.all_to_all("scatter", [output], inputs, self, receive_counts=all_at(root, output.numel(), self))
+        run = all_to_all("scatter", [output], inputs, self, receive_counts=all_at(root, output.numel(), self))
         return self._start("scatter", [output], run, opts, inputs)
 
     # Each rank receives a part ------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         inputs = one_per_rank(single(input_tensors, "input_tensors"), "input_list", self)
         output = single(output_tensors, "output_tensors")
         counts = [tensor.numel() for tensor in inputs]
-        run = exchanges.reduce_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
+        run = reduce_scatter([(output, flat_sources(inputs, "input_list"), counts)], opts.reduceOp, self)
         return self._start("reduce_scatter", [output], run, opts)
 
     @_tells_rejections
@@ -283,7 +285,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         for output, full in zip(outputs, inputs, strict=True):
             triples.append((output, flat_source(full, "input_tensor"), [output.numel()] * self.size()))
         opts = opts or dist.ReduceScatterOptions()
-        run = exchanges.reduce_scatter(triples, opts.reduceOp, self)
+        run = reduce_scatter(triples, opts.reduceOp, self)
         return self._start("reduce_scatter", list(outputs), run, opts)
 
     @_tells_rejections
@@ -293,7 +295,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         """Send the i-th input to rank i and receive the i-th output from it."""
         outputs = one_per_rank(output_tensors, "output_tensor_list", self)
         inputs = one_per_rank(input_tensors, "input_tensor_list", self)
-        run = exchanges.all_to_all("all_to_all", outputs, inputs, self)
+        run = all_to_all("all_to_all", outputs, inputs, self)
         return self._start("all_to_all", outputs, run, opts, inputs)
 
     @_tells_rejections
@@ -308,7 +310,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         """Do `alltoall` with the rows of one tensor; split sizes count rows, none means equal parts."""
         send_counts = elements_by_rank(input, input_split_sizes, "input", self)
         receive_counts = elements_by_rank(output, output_split_sizes, "output", self)
-        run = exchanges.all_to_all("all_to_all", [output], [input], self, send_counts, receive_counts)
+        run = all_to_all("all_to_all", [output], [input], self, send_counts, receive_counts)
         return self._start("all_to_all", [output], run, opts, [input])
 
     @_tells_rejections
@@ -361,10 +363,11 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         on_gpu = next((tensor for tensor in (*outputs, *inputs) if is_on_gpu(tensor)), None)
         if on_gpu is not None:
             device = self._on_gpu(index_of(on_gpu))
-            queued = GpuWork(device, described, outputs, device.start(described, lambda: function(device)))
+            work = GpuWork(described, outputs, device.device)
+            work.set_queued(device, device.start(described, lambda: function(device)))
             if waits:
-                queued.wait()
-            return queued
+                work.wait()
+            return work
         if waits:
             function(self._communicator)
             return RingWork(described, outputs)

@@ -22,10 +22,9 @@ from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.rendezvous import tcp
 from ring_plugins.core.rendezvous.exported import launchers_value
 
-#: Set by torchrun and launchers like it.
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(seconds=300)
 
 
@@ -114,7 +113,7 @@ def replace_env_rendezvous() -> None:
         nonlocal served
         if "rank=" in url:
             return torch_handler(url, timeout=timeout, **options)
-        complete = all(launchers_value(name) for name in VARIABLES)
+        complete = all(launchers_value(name) for name in tcp.VARIABLES)
         # The launcher's address is safe only the first time: later the store may hold keys of a destroyed group, or
         # rank 0 may still be closing it while another rank connects.
         is_stale = served > 0 and _world_is_the_environment()
@@ -139,7 +138,7 @@ def _is_half_set() -> bool:
     """Whether a process without a launcher has only some of torch's variables; torch's error names the others."""
     if world.is_initialized() or not launch.detect().launcher.is_none:
         return False
-    return any(launchers_value(name) for name in VARIABLES)
+    return any(launchers_value(name) for name in tcp.VARIABLES)
 
 
 def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-ex
 from ring_plugins.core.base.errors import PeerFailed, RingError, TimeoutExceeded, name_ranks, quoted
 from ring_plugins.core.control.failure_detector import FailureDetector
 
+#: Waits for a member until a condition is true.
+Waits = Callable[[int, Callable[[], bool]], None]
 #: torch.distributed's own default for `monitored_barrier`.
 _BARRIER_TIMEOUT = timedelta(minutes=30)
 _PASSED = b"passed"
@@ -34,68 +37,69 @@ _FAILED, _LOOK = "failed", 0.1
 _SIGNATURE = 2 * hashlib.sha256().digest_size
 
 
-def exchange_through_store(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    item: Any,
-    secret: bytes,
-    check: Callable[[], object] = lambda: None,
-    wait: Callable[[int, Callable[[], bool]], None] | None = None,
-) -> list[Any]:
-    """Exchange one item per rank; return all in rank order.
+class GroupStore:
+    """What the members of a process group exchange through a torch store, before they have a communicator.
 
     Args:
-        store: shared by the ranks.
-        name: never used before in this store.
-        rank: of the caller among the ranks that exchange.
-        size: how many ranks exchange.
-        item: this rank's, a value that JSON can hold. A tuple arrives as a list.
-        secret: that only the ranks know, and that no other exchange of this name in any store uses.
-        check: called while this rank waits; raises if another one does not come.
-        wait: waits for a rank until a condition is true, instead of polling for as long as the store's timeout.
-
-    Raises:
-        TimeoutExceeded: a rank did not call within the store's timeout.
-        RingError: something that is no rank of the job has written to the store.
-    """
-    limit = cast("timedelta", cast(Any, store).timeout).total_seconds()
-    own = f"{name}/{rank}"
-    store.set(own, sign(own, json.dumps(item), secret))
-    found = []
-    for other in range(size):
-        key = f"{name}/{other}"
-        if wait is not None:
-            wait(other, partial(store.check, [key]))
-        late = (
-            f"rank {rank} of {size} waited for rank {other} in {name} for {limit:g} s. All ranks of a group must "
-            "create it; look for the error that the missing rank printed."
-        )
-        found.append(verify(key, _wait_for(store, key, limit, late, check), secret))
-    return found
-
-
-class StoredFailure:
-    """Tells the members of a process group, through its store, that one of them cannot construct it.
-
-    Args:
-        store: of the group.
-        secret: of the group.
-        detector: knows which ranks have failed; None if there is only one.
+        store: shared by the members, under a prefix that nothing else uses.
+        rank: of this process among the members.
+        size: how many members there are.
+        secret: that only they know, and that belongs to no other store.
+        detector: knows which ranks of the job have failed; None if there is only one.
     """
 
-    def __init__(self, store: Store, secret: bytes, detector: FailureDetector | None) -> None:
-        self._store, self._secret, self._detector = store, secret, detector
+    def __init__(
+        self, store: Store, rank: int, size: int, secret: bytes, detector: FailureDetector | None = None
+    ) -> None:
+        self.store, self.rank, self.size, self.secret, self.detector = store, rank, size, secret, detector
         self._next_look = 0.0
 
+    def exchange(self, name: str, item: Any, wait: Waits | None = None) -> list[Any]:
+        """Exchange one item per member; return all in rank order.
+
+        Args:
+            name: never used before in this store.
+            item: this member's, a value that JSON can hold. A tuple arrives as a list.
+            wait: waits for a member until a condition is true, instead of polling for as long as the store's timeout.
+
+        Raises:
+            TimeoutExceeded: a member did not call within the store's timeout.
+            PeerFailed: a member could not construct the group, or has failed.
+            RingError: something that is no rank of the job has written to the store.
+        """
+        limit = cast("timedelta", cast(Any, self.store).timeout).total_seconds()
+        own = f"{name}/{self.rank}"
+        self.store.set(own, sign(own, json.dumps(item), self.secret))
+        found = []
+        for other in range(self.size):
+            key = f"{name}/{other}"
+            if wait is not None:
+                wait(other, partial(self.store.check, [key]))
+            late = (
+                f"rank {self.rank} of {self.size} waited for rank {other} in {name} for {limit:g} s. All ranks of a "
+                "group must create it; look for the error that the missing rank printed."
+            )
+            found.append(verify(key, _wait_for(self.store, key, limit, late, self.check), self.secret))
+        return found
+
+    def gather(self, name: str, wait: Waits | None = None) -> Callable[[Any], list[Any]]:
+        """A function that exchanges items among the members, any number of times; arguments as for `exchange`."""
+        rounds = itertools.count()
+        return lambda item: self.exchange(f"{name}/{next(rounds)}", item, wait)
+
     def tell(self, rank: int, group: str, error: BaseException) -> None:
-        """Make the others raise, unless the error is about one of them."""
+        """Make the others raise, since this member cannot construct the group, unless the error is about one of them.
+
+        Args:
+            rank: of this process in the job.
+            group: what to call it.
+            error: why it cannot.
+        """
         if isinstance(error, PeerFailed):
             return
         text = f"{group}: rank {rank} could not construct it: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may be what failed
-            self._store.set(_FAILED, sign(_FAILED, json.dumps([rank, text]), self._secret))
+            self.store.set(_FAILED, sign(_FAILED, json.dumps([rank, text]), self.secret))
 
     def check(self) -> None:
         """Raise if the group cannot be made; many calls cost little.
@@ -107,11 +111,11 @@ class StoredFailure:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK
-        failure = self._detector.failure() if self._detector is not None else None
+        failure = self.detector.failure() if self.detector is not None else None
         if failure is not None:
             raise failure
-        if self._store.check([_FAILED]):
-            rank, text = verify(_FAILED, self._store.get(_FAILED), self._secret)
+        if self.store.check([_FAILED]):
+            rank, text = verify(_FAILED, self.store.get(_FAILED), self.secret)
             raise PeerFailed(text, rank)
 
 

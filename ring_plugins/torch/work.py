@@ -1,7 +1,6 @@
 """`torch.distributed.Work` for a running operation: `wait`, `is_completed` and a future.
 
-`RingWork` runs on the host. `GpuWork` and `GpuMessageWork` are queued on a GPU: waiting for them
-makes the current stream wait, not the host.
+`RingWork` runs on the host. `GpuWork` is queued on a GPU: waiting for it makes the current stream wait, not the host.
 """
 
 from __future__ import annotations
@@ -150,83 +149,39 @@ class RingWork(dist.Work):
 
 
 class GpuWork(RingWork):
-    """A collective that is queued on a GPU.
-
-    Args:
-        communicator: on whose stream it is queued.
-        description, outputs: as `RingWork`.
-        queued: the communicator's handle.
-    """
-
-    def __init__(
-        self,
-        communicator: DeviceCommunicator,
-        description: str,
-        outputs: list[torch.Tensor],
-        queued: CoreWork[None],
-    ) -> None:
-        super().__init__(description, outputs)
-        self._communicator, self._queued = communicator, queued
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Make this thread's later work on the GPU wait for the result. The host waits only if a `timeout` is given.
-
-        Raises:
-            TimeoutExceeded: the GPU was not done within `timeout` (zero: no extra limit).
-        """
-        if timeout > _NO_TIMEOUT:
-            end = time.monotonic() + timeout.total_seconds()
-            while not self._queued.done():
-                if time.monotonic() > end:
-                    raise self._timeout_error(timeout)
-                time.sleep(_POLL_SECONDS)
-        self._queued.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the GPU is done with it."""
-        return self._queued.done()
-
-    is_success = is_completed
-
-    def get_future(self) -> Any:
-        """A torch future whose value is the list of output tensors; it knows the GPU's streams.
-
-        Made on demand: torch pickles the tensors to find their storages, and most callers only wait.
-        """
-        with self._lock:
-            if self._future is None:
-                self._future = device.future_on_gpu(self._communicator.device)
-                device.complete(self._future, self._outputs, self._communicator)
-        return self._future
-
-
-class GpuMessageWork(RingWork):
-    """A message that another thread queues on a GPU once sender and receiver are connected.
+    """An operation that is queued on a GPU: a collective at once, a message once another thread has connected its ends.
 
     Args:
         description, outputs, source: as `RingWork`.
         index: the GPU.
     """
 
-    def __init__(self, description: str, outputs: list[torch.Tensor], source: int, index: int) -> None:
+    def __init__(self, description: str, outputs: list[torch.Tensor], index: int, source: int = -1) -> None:
         super().__init__(description, outputs, source)
         self._index = index
         self._communicator: DeviceCommunicator | None = None
         self._queued: CoreWork[None] | None = None
 
-    def set_queued(self, communicator: DeviceCommunicator, queued: CoreWork[None]) -> None:
-        """Set the communicator's handle, once it is queued."""
+    def set_queued(self, communicator: DeviceCommunicator, queued: CoreWork[None]) -> GpuWork:
+        """Set the communicator's handle, once it is queued on that communicator's stream; returns itself."""
         self._communicator, self._queued = communicator, queued
+        return self
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Make this thread's later work on the GPU wait for the message. The host waits only until it is queued.
+        """Make this thread's later work on the GPU wait for the result.
+
+        The host waits only until the operation is queued and, if a `timeout` is given, until the GPU is done.
 
         Raises:
-            TimeoutExceeded: it was not queued within `timeout` (zero: no extra limit).
+            TimeoutExceeded: the GPU was not done within `timeout` (zero: no extra limit).
         """
+        end = time.monotonic() + timeout.total_seconds()
         super().wait(timeout)
         assert self._queued is not None
+        while timeout > _NO_TIMEOUT and not self._queued.done():
+            if time.monotonic() > end:
+                raise self._timeout_error(timeout)
+            time.sleep(_POLL_SECONDS)
         self._queued.wait()
         return True
 

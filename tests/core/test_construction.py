@@ -89,7 +89,7 @@ CASES = {
         "gradients: rank 1 was interrupted in the construction of a gradient averager by TimeIsUp",
     ),
     "a group's first exchange": (
-        GROUP.format("backend, 'exchange_through_store'"),
+        GROUP.format("backend.GroupStore, 'exchange'"),
         "process group .*: rank 1 could not construct it: TimeIsUp: on rank 1",
     ),
     "a group's communicator": (

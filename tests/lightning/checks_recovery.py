@@ -36,9 +36,9 @@ class Numbers(Dataset):
 class Model(L.LightningModule):
     """Its gradients are those of `gradient`, by the rank with which this process started."""
 
-    def __init__(self, me: int, death: Any) -> None:
+    def __init__(self, rank: int, death: Any) -> None:
         super().__init__()
-        self.me, (self.step_of_death, self.point) = me, death
+        self.rank, (self.step_of_death, self.point) = rank, death
         self.large, self.small = torch.nn.Parameter(torch.zeros(UNITS)), torch.nn.Parameter(torch.zeros(1))
         self.register_buffer("seen", torch.zeros(1))
         self.mean = MeanMetric()
@@ -54,7 +54,7 @@ class Model(L.LightningModule):
         ):
             end_at(self.point)
         # As many steps of the replay as there were optimizer steps, whatever shard of the data is left.
-        return gradient(self.global_step % STEPS, self.me) * (self.large.sum() + self.small.sum())
+        return gradient(self.global_step % STEPS, self.rank) * (self.large.sum() + self.small.sum())
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.history.append(self.passes[-1])
@@ -62,9 +62,9 @@ class Model(L.LightningModule):
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         if self.point == "in validation" and self.current_epoch == self.step_of_death:
             die()
-        self.mean.update(float(self.me + 1))
+        self.mean.update(float(self.rank + 1))
         self.log("mean", self.mean, on_epoch=True)
-        self.log("synced", float(self.me + 1), sync_dist=True, on_epoch=True)
+        self.log("synced", float(self.rank + 1), sync_dist=True, on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
         alone = self.mean.compute().item()

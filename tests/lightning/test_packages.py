@@ -1,6 +1,5 @@
 """The strategies for `lightning` and `pytorch_lightning`, before any process is started."""
 
-import dataclasses
 import importlib
 import pickle
 import subprocess
@@ -174,10 +173,9 @@ def test_lightning_does_not_start_mpi_where_there_is_no_mpirun(monkeypatch):
 
 def test_in_a_notebook_workers_are_forked(monkeypatch):
     """There is no script to run again; `strategy="ring"` means the same as "ring_notebook" there."""
-    package = dataclasses.replace(RingStrategy.package, is_interactive=True)
-    monkeypatch.setattr(RingStrategy, "package", package)
+    monkeypatch.setattr(RingStrategy, "is_interactive", True)
     launcher = lightning.pytorch.Trainer(strategy="ring", devices=2, accelerator="cpu", logger=False).strategy.launcher
-    assert isinstance(launcher, package.trainer_launcher)
+    assert isinstance(launcher, RingStrategy.lightnings_launcher)
     assert launcher.is_interactive_compatible
 
 

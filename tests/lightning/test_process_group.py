@@ -1,31 +1,36 @@
-"""The strategies' reductions, over a gloo group of one rank."""
+"""The strategies' reductions, over a job and a gloo group of one rank."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ring_plugins as ring
 from ring_plugins.core.base.errors import ArgumentError, NotInitialized
 from ring_plugins.lightning.process_group import all_gather, all_reduce
 
 
 @pytest.fixture
 def _group():
+    ring.init(ranks=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    ring.shutdown()
 
 
 @pytest.mark.usefixtures("_group")
-def test_the_mean_of_integers_is_a_float():
-    assert all_reduce(torch.tensor(3)).item() == 3.0
-    assert all_reduce(torch.tensor(3)).dtype == torch.float32
-    assert all_reduce(torch.tensor(3), reduce_op="sum").dtype == torch.int64
+@pytest.mark.parametrize("has_group", [False, True])
+def test_the_mean_of_integers_is_a_float(has_group):
+    group = dist.group.WORLD if has_group else None
+    assert all_reduce(torch.tensor(3), group).item() == 3.0
+    assert all_reduce(torch.tensor(3), group).dtype == torch.float32
+    assert all_reduce(torch.tensor(3), group, reduce_op="sum").dtype == torch.int64
 
 
 @pytest.mark.usefixtures("_group")
 def test_a_gloo_group_has_an_average_too():
     tensor = torch.full((2,), 3.0)
-    assert all_reduce(tensor) is tensor
+    assert all_reduce(tensor, dist.group.WORLD) is tensor
     assert tensor.tolist() == [3, 3]
 
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from ring_plugins.core.gradients.fusion import MIB, BucketSizes
 from ring_plugins.planning.models import reference
-from ring_plugins.planning.network import TRANSPORTS, Network
-from ring_plugins.planning.simulation import Prediction, predict
+from ring_plugins.planning.simulation import TRANSPORTS, Network, Prediction, predict
 from tests.launch import REPOSITORY
 
 MODELS = ("inception-v3", "resnet-101", "vgg-16")

@@ -11,7 +11,7 @@ from ring_plugins.core.control import wait
 from ring_plugins.torch import backend
 from ring_plugins.torch.backend import _Connections
 from ring_plugins.torch.point_to_point import Ends
-from ring_plugins.torch.store import StoredFailure
+from ring_plugins.torch.store import GroupStore
 
 
 class World:
@@ -30,8 +30,8 @@ class World:
 
 
 def connections(store, rank, ranks=(4, 7, 9), world=None):
-    failure = StoredFailure(store, b"of the group", None)
-    return _Connections(world or World(), store, "default", rank, ranks, b"of the group", failure)
+    members = GroupStore(store, rank, len(ranks), b"of the group")
+    return _Connections(world or World(), members, "default", ranks)
 
 
 def connected(store, ends, index=None):
@@ -97,7 +97,7 @@ class DyingStore:
 def test_a_store_that_is_gone_is_blamed_on_a_rank(monkeypatch):
     side = connections(dist.HashStore(), 0)
     monkeypatch.setattr(backend, "PrefixStore", DyingStore)
-    monkeypatch.setattr(backend, "StoredFailure", lambda *_: side._failure)
+    monkeypatch.setattr(GroupStore, "check", lambda self: None)
     monkeypatch.setattr(wait, "REASON", 0.0)
     executor = side.executor(Ends(0, 1))
     with pytest.raises(PeerFailed, match="0 to 1: cannot reach the store of torch.distributed: connection reset"):

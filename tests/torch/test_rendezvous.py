@@ -14,8 +14,9 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import tcp as rendezvous
 from ring_plugins.core.rendezvous.launchers import NONE
 from ring_plugins.core.rendezvous.record import LaunchRecord
+from ring_plugins.core.rendezvous.tcp import VARIABLES
 from ring_plugins.torch import rendezvous as torch_rendezvous
-from ring_plugins.torch.rendezvous import VARIABLES, _listen
+from ring_plugins.torch.rendezvous import _listen
 from tests.launch import REPOSITORY, run_ranks
 
 BOTH = """

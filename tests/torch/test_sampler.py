@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader
 
-from ring_plugins.torch import ElasticSampler, sampler
+from ring_plugins.torch import ElasticSampler, loaders
 from tests.launch import run_ranks
 
 
@@ -15,7 +15,7 @@ class Job:
 
     def __init__(self, monkeypatch, ranks, samples, batch_size):
         self._now = SimpleNamespace(shard=None)
-        monkeypatch.setattr(sampler, "current", lambda: self._now)
+        monkeypatch.setattr(loaders, "current", lambda: self._now)
         self.left = list(range(ranks))
         self.samplers = [ElasticSampler(range(samples)) for _ in range(ranks)]
         self._loaders = [DataLoader(range(samples), batch_size, sampler=one, drop_last=True) for one in self.samplers]

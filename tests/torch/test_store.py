@@ -4,12 +4,13 @@ import concurrent.futures
 import os
 import pickle
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from ring_plugins.core.base.errors import RingError, TimeoutExceeded
-from ring_plugins.torch.store import exchange_through_store, monitored_barrier, sign
+from ring_plugins.core.base.errors import PeerFailed, RingError, TimeoutExceeded
+from ring_plugins.torch.store import GroupStore, monitored_barrier, sign
 
 SECRET = b"of the job"
 
@@ -61,9 +62,7 @@ def test_it_says_when_rank_0_itself_does_not_arrive():
 def test_every_rank_gets_every_ranks_object_in_rank_order():
     store = dist.HashStore()
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = pool.map(
-            lambda rank: exchange_through_store(store, "names", rank, 3, {"rank": rank}, SECRET), [2, 0, 1]
-        )
+        found = pool.map(lambda rank: GroupStore(store, rank, 3, SECRET).exchange("names", {"rank": rank}), [2, 0, 1])
     assert list(found) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
@@ -71,9 +70,10 @@ def test_an_exchange_names_the_missing_rank():
     store = dist.PrefixStore("p", dist.HashStore())
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(TimeoutExceeded, match="rank 0 of 2 waited for rank 1 in ranks for 0.1 s"):
-        exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
-    with pytest.raises(ZeroDivisionError):
-        exchange_through_store(store, "ranks", 0, 2, "here", SECRET, check=lambda: 1 // 0)
+        GroupStore(store, 0, 2, SECRET).exchange("ranks", "here")
+    failed = SimpleNamespace(failure=lambda: PeerFailed("rank 1 is gone", 1))
+    with pytest.raises(PeerFailed, match="rank 1 is gone"):
+        GroupStore(store, 0, 2, SECRET, failed).exchange("ranks", "here")
     waits = []
 
     def wait(other, has_come):
@@ -82,7 +82,7 @@ def test_an_exchange_names_the_missing_rank():
             raise KeyError(other)
 
     with pytest.raises(KeyError):
-        exchange_through_store(store, "ends", 0, 2, "here", SECRET, wait=wait)
+        GroupStore(store, 0, 2, SECRET).exchange("ends", "here", wait)
     assert waits == [(0, True), (1, False)]
 
 
@@ -109,7 +109,7 @@ def test_what_a_stranger_writes_to_the_store_is_rejected_unread(forged, tmp_path
     store = dist.HashStore()
     store.set("ranks/1", forged("ranks/1"))
     with pytest.raises(RingError, match="holds a value under ranks/1 that no rank of this job has written"):
-        exchange_through_store(store, "ranks", 0, 2, "here", SECRET)
+        GroupStore(store, 0, 2, SECRET).exchange("ranks", "here")
     assert not list(tmp_path.iterdir())
 
 

@@ -16,6 +16,8 @@ from ring_plugins.torch.tensor_memory import check_plain, gradient_dtype, host_m
 from ring_plugins.torch.tensors import (
     Target,
     all_at,
+    all_gather,
+    all_to_all,
     by_type,
     elements_by_rank,
     equal_parts,
@@ -23,12 +25,15 @@ from ring_plugins.torch.tensors import (
     flat_sources,
     one_per_rank,
     operation,
+    reduce_scatter,
     single,
 )
 from tests.core.arrays.test_memory import Distributed, Wrapper
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+SINGLE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+PAIR = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
 
 
 def test_a_contiguous_target_is_written_in_place():
@@ -175,3 +180,36 @@ def test_gradients_and_compared_parameters_can_be_resized_afterwards():
     assert gradient[0, 0] == 5.0 and memory.array.shape == (6,)
     parameter_checksums([("weight", parameter)])
     assert gradient.untyped_storage().resizable() and parameter.untyped_storage().resizable()
+
+
+def run(exchange):
+    exchange(SingleCommunicator("test"))
+
+
+def test_results_reach_tensors_of_any_layout():
+    source = torch.arange(4.0)
+    gathered, scattered, swapped = (torch.zeros(2, 2).t() for _ in range(3))
+    run(all_gather([(source, Target([gathered], "output"), [4])], SINGLE))
+    run(reduce_scatter([(scattered, source, [4])], dist.ReduceOp.SUM, SINGLE))
+    run(all_to_all("all_to_all", [swapped], [source], SINGLE))
+    assert gathered.tolist() == scattered.tolist() == swapped.tolist() == [[0, 1], [2, 3]]
+
+
+def test_nothing_is_exchanged_in_a_direction_without_tensors():
+    run(all_to_all("gather", [], [torch.zeros(0)], SINGLE, send_counts=[0]))
+
+
+def test_all_gather_needs_a_place_for_the_ranks_own_tensor():
+    target = Target([torch.zeros(1), torch.zeros(2)], "outputs")
+    with pytest.raises(ArgumentError, match="all_gather on rank 1: the input has 3 elements of torch.float32"):
+        all_gather([(torch.zeros(3), target, target.counts)], PAIR)
+
+
+def test_reduce_scatter_needs_counts_that_fit():
+    with pytest.raises(ArgumentError, match="reduce_scatter on rank 1: the input has 5 elements"):
+        reduce_scatter([(torch.zeros(2), torch.zeros(5), [2, 2])], dist.ReduceOp.SUM, PAIR)
+
+
+def test_all_to_all_needs_one_type():
+    with pytest.raises(ArgumentError, match=r"scatter on rank 1: input is torch.int64, output is torch.float32"):
+        all_to_all("scatter", [torch.zeros(2)], [torch.zeros(2, dtype=torch.int64)], PAIR)

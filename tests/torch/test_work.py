@@ -94,12 +94,8 @@ def test_a_gpu_makes_no_future_unless_asked_for_one(gpu, monkeypatch):
     new = device.future_on_gpu
     monkeypatch.setattr(device, "future_on_gpu", lambda index: made.append(index) or new(index))
     output = torch.ones(2)
-    work = GpuWork(
-        gpu.communicator,
-        "all_reduce",
-        [output],
-        gpu.communicator.start("all_reduce", lambda: gpu.communicator.all_reduce(device.memory_of(output), Op.SUM)),
-    )
+    queued = gpu.communicator.start("all_reduce", lambda: gpu.communicator.all_reduce(device.memory_of(output), Op.SUM))
+    work = GpuWork("all_reduce", [output], 0).set_queued(gpu.communicator, queued)
     assert work.wait()
     assert made == []
     assert work.get_future().wait()[0] is output

@@ -139,9 +139,9 @@ def measure(
         (port, secret), *_ = read_each(gather(own)[:1], lambda item: (read_port(item[0]), str(item[1])))
         found = 0
         if listener is not None:
-            found = _receive_timed(listener, secret.encode(), sender)
+            found = receive_timed(listener, secret.encode(), sender)
         elif rank == sender:
-            _send((on_network(hosts[0], network).address, port), address, secret.encode(), sender)
+            send_timed((on_network(hosts[0], network).address, port), secret.encode(), sender, address)
         speeds[network] = read_each(gather(found)[:1], int)[0]
     return speeds
 
@@ -231,7 +231,7 @@ def _leads_to_rank_0(host: HostInterfaces) -> bool:
     return any(i.address == host.preferred for i in _usable(host))
 
 
-def _receive_timed(listener: socket.socket, secret: bytes, sender: int) -> int:
+def receive_timed(listener: socket.socket, secret: bytes, sender: int) -> int:
     """Mbit/s at which the sender's connection delivers, 1 if too little came to tell, 0 if nothing came."""
     connected = accept_one(listener, secret, Purpose.PROBE, sender, _TIMEOUT)
     if connected is None:
@@ -248,14 +248,30 @@ def _receive_timed(listener: socket.socket, secret: bytes, sender: int) -> int:
     return 0
 
 
-def _send(target: tuple[str, int], source: str, secret: bytes, rank: int) -> None:
+def send_timed(
+    target: tuple[str, int],
+    secret: bytes,
+    rank: int,
+    source: str = "",
+    seconds: float = _SECONDS,
+    most: float = _BYTES,
+) -> None:
+    """Send what `receive_timed` measures.
+
+    Args:
+        target: address and port.
+        secret: as there.
+        rank: of the sender.
+        source: address to send from; "" for any.
+        seconds, most: after which, and after how many bytes, it ends.
+    """
     with (
         contextlib.suppress(OSError, Disconnected),
         connect(*target, secret, Purpose.PROBE, Claim(rank), _TIMEOUT, source) as connected,
     ):
         connected.settimeout(_TIMEOUT)
-        data, sent, end = bytes(1 << 16), 0, time.monotonic() + _SECONDS
-        while sent < _BYTES and time.monotonic() < end:
+        data, sent, end = bytes(1 << 16), 0, time.monotonic() + seconds
+        while sent < most and time.monotonic() < end:
             connected.sendall(data)
             sent += len(data)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ring_plugins.benchmarking import Curve, Times, sizes
+from ring_plugins.benchmarking import Curve, Times, check_names, sizes
 from ring_plugins.core.base.errors import ArgumentError
 
 
@@ -19,3 +19,9 @@ def test_bandwidths_are_those_of_nccl_tests():
     (row,) = curve.record()["curve"]
     assert row["backend"] == "ring" and row["algbw"] == pytest.approx(1.0)
     assert curve.job == "4 ranks on 1 host"
+
+
+def test_unknown_backends_are_named_before_ranks_are_started():
+    check_names(["ring", "plain copy"])
+    with pytest.raises(ArgumentError, match="'rung' is not one of ring, ring bucket"):
+        check_names(["ring", "rung"])
