@@ -77,7 +77,7 @@ from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
 from ring_plugins.launcher.coordinator_link import read_message
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
-from ring_plugins.launcher.job_hosts import End, Host, read_ranks, verdict, with_ranks
+from ring_plugins.launcher.job_hosts import FAILED, End, Host, read_ranks, verdict, with_ranks
 from ring_plugins.launcher.logins import Logins
 from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 
@@ -315,7 +315,7 @@ class Coordinator:
             added, why = read_ranks(body.get("added", ())), body["why"]
             if not isinstance(why, str | None):
                 raise TypeError(f"{why!r} is no text")
-            failed = [end for end in ends if end.how in ("failed", "followed")]
+            failed = [end for end in ends if end.how in FAILED]
             if why and not self._failed:  # others end because of those that have ended now
                 failed = failed or [end for end in ends if end.code and not end.how]
             self._failed += [end for end in failed if end not in self._failed]

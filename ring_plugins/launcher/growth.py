@@ -142,19 +142,17 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
         raise LaunchError(
             f"no process can tell your `ring run` from a stranger's, as {why}: ask as a user that the namespace knows."
         )
-    connected = None if job is None else connect_below(_name(job), _WAITS)
-    jobs = running_jobs() if connected is None else {}
+    jobs = running_jobs()
     listed = "".join(f"\n  {pid}: {command}" for pid, command in jobs.items())
-    if job is None and len(jobs) != 1:
-        if not jobs:
-            raise ArgumentError(
-                "no `ring run` of yours on this host has a job that can grow: start one with `ring run --on-failure "
-                "replace --max-ranks 4`. If it runs on another host, ask there."
-            )
+    if job is None and not jobs:
+        raise ArgumentError(
+            "no `ring run` of yours on this host has a job that can grow: start one with `ring run --on-failure "
+            "replace --max-ranks 4`. If it runs on another host, ask there."
+        )
+    if job is None and len(jobs) > 1:
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
     pid = next(iter(jobs)) if job is None else job
-    if job is None:
-        connected = connect_below(_name(pid), _WAITS)
+    connected = connect_below(_name(pid), _WAITS)
     if connected is None and pid in jobs:
         raise LaunchError(f"ring run (process {pid}) takes no requests at the moment, or has just ended: ask again.")
     if connected is None:

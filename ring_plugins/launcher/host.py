@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from ring_plugins.core.base import config
@@ -31,7 +31,7 @@ from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
 from ring_plugins.launcher.coordinator import OwnHost
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.job_hosts import End, Host, verdict
+from ring_plugins.launcher.job_hosts import FAILED, OUT, End, Host, verdict
 from ring_plugins.launcher.meeting import AtAnAddress, Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
@@ -104,8 +104,7 @@ class Supervisor:
             self._relay.rename,
         )
         self._has_told_failure = False
-        self._told_joined = list[int]()
-        self._told_members: dict[str, Any] = {}
+        self._published: dict[str, Any] = {"joined": []}
         self._stopped: dict[int, float] = {}  # since when processes are that wait to join
         #: The job's exit status, once the coordinator has said it.
         self._status: int | None = None
@@ -138,13 +137,13 @@ class Supervisor:
                 self._status = self._wait_for("over")
         return self._own_status(ends, why) if self._status is None else self._status
 
-    def _own_status(self, ends: Sequence[Any], why: str | None) -> int:
+    def _own_status(self, ends: list[End], why: str | None) -> int:
         """What the ranks of this host alone make of the job's exit status."""
         if self._processes.ending is not None:
             return 128 + self._processes.ending
         own = Host("", self._job.ranks)
-        own.report, own.why = [End(*end) for end in ends], why
-        return verdict([own], [end for end in own.report if end.how in ("failed", "followed")], self._job.size)[0]
+        own.report, own.why = ends, why
+        return verdict([own], [end for end in ends if end.how in FAILED], self._job.size)[0]
 
     @property
     def _is_over(self) -> bool:
@@ -226,7 +225,7 @@ class Supervisor:
         self._slots.tick()
         self._tell_of_added_ranks()
         trouble = self._early_end()
-        if trouble is None and any(map(self._slots.ends_job, range(len(self._slots.codes())))):
+        if trouble is None and not set(FAILED).isdisjoint(self._slots.hows()):
             trouble = ""
         if trouble is not None:
             self._has_told_failure = True
@@ -235,8 +234,8 @@ class Supervisor:
 
     def _early_end(self) -> str | None:
         """A rank that ended before or in init(), where the others wait for it."""
-        for local, code in enumerate(self._slots.codes()):
-            if code is None or self._slots.is_out(local) or not (where := self._meeting.is_awaited(local, code < 0)):
+        for local, (code, how) in enumerate(zip(self._slots.codes(), self._slots.hows(), strict=True)):
+            if code is None or how in OUT or not (where := self._meeting.is_awaited(local, code < 0)):
                 continue
             return (
                 f"rank {self._slots.names[local]} {self._slots.silent_end(local)} before it {where} "
@@ -247,7 +246,8 @@ class Supervisor:
     def _tell_of_empty_places(self) -> None:
         """If all ranks of this host are lost, say that nobody takes their places: no member here lets others join."""
         slots, job = self._slots, self._job
-        lost = all((code or 0) < 0 or slots.is_gone(local) for local, code in enumerate(slots.codes()))
+        ends = zip(slots.codes(), slots.hows(), strict=True)
+        lost = all((code or 0) < 0 or how in ("left", "lost") for code, how in ends)
         # With `most` the job may have grown.
         goes_on = job.most or job.size - len(job.ranks) >= config.MIN_RANKS.get(job.environment)
         ranks = [rank for local, rank in enumerate(slots.names) if not self._rows.is_new(local)]
@@ -259,18 +259,19 @@ class Supervisor:
 
     def _tell_of_added_ranks(self) -> None:
         """Tell the coordinator which have joined, and which will not, and on an added host, who is there."""
-        if joined := [rank for rank in self._slots.added if rank not in self._told_joined]:
-            self._told_joined += joined
-            self._link.send("joined", joined)
+        self._publish("joined", self._slots.added)
         while self._slots.given_back:
             self._link.send("given back", self._slots.given_back.pop())
         if self._rows.others_let_join:
-            codes = self._slots.codes()
-            members = sum(code is None and not self._slots.is_out(local) for local, code in enumerate(codes))
-            told = {"members": members, "joiners": [] if members else self._joiners()}
-            if told != self._told_members:
-                self._told_members = told
-                self._link.send("members", told)
+            ends = zip(self._slots.codes(), self._slots.hows(), strict=True)
+            members = sum(code is None and how not in OUT for code, how in ends)
+            self._publish("members", {"members": members, "joiners": [] if members else self._joiners()})
+
+    def _publish(self, kind: str, body: Any) -> None:
+        """Tell the coordinator something of which it gets the whole whenever it has changed."""
+        if self._published.get(kind) != body:
+            self._published[kind] = body
+            self._link.send(kind, body)
 
     def _joiners(self) -> list[Member]:
         """Who waits to join. On a host without members, nobody else ends one that is stopped."""

@@ -14,7 +14,8 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.process import as_status, ending, silent_end
 from ring_plugins.launcher.processes import Popen
 
-_HOWS = ("", "failed", "followed", "left", "excluded", "lost", "late")
+#: How ranks end (`End.how`) whose ends end the job, and how those that the others do without.
+FAILED, OUT = ("failed", "followed"), ("left", "excluded", "lost", "late")
 
 
 class End(NamedTuple):
@@ -25,7 +26,7 @@ class End(NamedTuple):
         code: `returncode` of its process.
         how: why it ended, if `code` does not say it. It has "failed", which ends the job, or "followed" another that
             did. It has "left", was "excluded" since others go on without it, or was "lost" although its `code` is an
-            exit status. Or it was too "late" to join.
+            exit status. Or it was too "late" to join, or has not joined yet.
         of_memory: whether it may have been killed since memory had run out.
     """
 
@@ -41,7 +42,7 @@ class End(NamedTuple):
         Raises:
             ValueError, TypeError: it is none.
         """
-        if type(code) is not int or not -128 < code < 256 or how not in _HOWS:
+        if type(code) is not int or not -128 < code < 256 or how not in ("", *FAILED, *OUT):
             raise ValueError(f"{(rank, code, how)} is no end of a rank")
         return cls(read_ranks([rank])[0], code, how, of_memory is True)
 

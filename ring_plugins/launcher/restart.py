@@ -19,11 +19,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import STOPPED, ending, is_failure, memory_kills, silent_end, state
 from ring_plugins.core.rendezvous.slots import Slots
+from ring_plugins.launcher.job_hosts import FAILED, End
 from ring_plugins.launcher.processes import Popen
 
 #: How often a slot is filled again within an hour, and how many standbys may end unused; the seconds of an hour.
@@ -145,27 +146,28 @@ class SlotProcesses:
                 if self._recovers:  # else it is the last line
                     self._notify(f"rank {slot.name} {silent_end(slot.code, of_memory=True)}.")
 
-    def is_out(self, number: int) -> bool:
-        """Whether the job goes on whatever the exit status of a slot's process is.
+    def hows(self) -> list[str]:
+        """What the end of each slot's process means to the job, as in `End`; "" also of a member that runs.
 
-        It is no member, as it has left, or was to join and has not yet. Or the others do without it.
+        Those in `OUT` are no members, whether they have ended or not.
         """
-        return self.is_gone(number) or self._rows.is_excluded(number) or self._is_late(number)
+        return [self._how(number, slot) for number, slot in enumerate(self._slots) if slot.process is not None]
 
-    def is_gone(self, number: int) -> bool:
-        """Whether a process has left, or was lost although it ended with status 0."""
-        return self._rows.has_left(number) or self.has_vanished(number)
-
-    def has_vanished(self, number: int) -> bool:
-        """Whether a process has ended with status 0 (`os._exit(0)`) before the job, and the others go on without it."""
-        return self._rows.is_lost(number) and self._slots[number].code == 0
-
-    def ends_job(self, number: int) -> bool:
-        """Whether the others are to end after the process of a slot."""
-        code = self._slots[number].code
-        if not code or self.is_out(number):
-            return False
-        return not self._recovers or (is_failure(code) and not self._rows.died_silently(number))
+    def _how(self, number: int, slot: _Slot) -> str:
+        rows, code = self._rows, slot.code
+        if self._is_new(number) and not self._has_joined(number):
+            return "late"
+        if rows.has_left(number):
+            return "left"
+        if rows.is_excluded(number):
+            return "excluded"
+        if code == 0 and rows.is_lost(number):  # `os._exit(0)`
+            return "lost"
+        if not code or (self._recovers and not is_failure(code)):
+            return ""
+        if rows.died_silently(number):
+            return "lost"
+        return "followed" if rows.has_followed(number) or slot.order is None else "failed"  # None: killed with others
 
     def _is_new(self, number: int) -> bool:
         return self._slots[number].world_rank >= self._size
@@ -173,34 +175,21 @@ class SlotProcesses:
     def _has_joined(self, number: int) -> bool:
         return self._rows.has_joined(number, self._slots[number].world_rank)
 
-    def _is_late(self, number: int) -> bool:
-        """Whether its process, which was not there from the start, has not joined."""
-        return self._is_new(number) and not self._has_joined(number)
-
     @property
     def _num_used(self) -> int:
         """How many slots have or had a process."""
         return sum(slot.process is not None for slot in self._slots)
 
-    def ends(self) -> list[list[Any]]:
-        """Each process that has ended, in the order of their ends, as fields of `End`."""
+    def ends(self) -> list[End]:
+        """Each process that has ended, in the order of their ends."""
         self.codes()
-        ended = [number for number, slot in enumerate(self._slots) if slot.code is not None]
         last = len(self._slots) + self._num_ended
-        ended.sort(key=lambda number: self._slots[number].order or last)
-        return [self._end(number, self._slots[number]) for number in ended]
-
-    def _end(self, number: int, slot: _Slot) -> list[Any]:
-        rows, how = self._rows, ""
-        if self._is_late(number):
-            how = "late"
-        elif (is_failure(slot.code) and rows.died_silently(number)) or self.has_vanished(number):
-            how = "lost"
-        elif rows.has_left(number) or rows.is_excluded(number):
-            how = "left" if rows.has_left(number) else "excluded"
-        elif self.ends_job(number):  # one that was killed with the others has followed them
-            how = "followed" if rows.has_followed(number) or slot.order is None else "failed"
-        return [slot.name, slot.code, how, slot.of_memory]
+        order = sorted(enumerate(self._slots), key=lambda one: one[1].order or last)
+        return [
+            End(slot.name, slot.code, self._how(number, slot), slot.of_memory)
+            for number, slot in order
+            if slot.code is not None
+        ]
 
     def silent_end(self, number: int) -> str:
         """How the process of a slot ended, in words, if it did not say so."""
@@ -251,8 +240,7 @@ class SlotProcesses:
             for number, process in enumerate(slot.process for slot in self._slots):
                 if process is not None and codes[number] is None and self._is_new(number):
                     process.kill()
-        numbers = range(len(codes))
-        if is_hopeless or any(self.ends_job(number) or self._rows.is_excluded(number) for number in numbers):
+        if is_hopeless or not {"excluded", *FAILED}.isdisjoint(self.hows()):
             return
         for number, code in enumerate(codes):
             if number < self._num_used and code is not None and self._is_lost(number, code):

@@ -10,6 +10,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, Slots
 from ring_plugins.launcher import restart
+from ring_plugins.launcher.job_hosts import FAILED, OUT
 from ring_plugins.launcher.processes import Processes
 from ring_plugins.launcher.restart import SlotProcesses
 
@@ -67,7 +68,14 @@ class Job:
             self.slots.tick()
 
     def are_late(self):
-        return [slot for slot in range(len(self.slots.names)) if self.slots._is_late(slot)]
+        return [slot for slot, how in enumerate(self.slots.hows()) if how == "late"]
+
+    def is_out(self, slot):
+        return self.slots.hows()[slot] in OUT
+
+    def ends_job(self, slot):
+        self.slots.codes()
+        return self.slots.hows()[slot] in FAILED
 
     def standbys(self):
         return [one.process for one in self.slots._standbys]
@@ -92,8 +100,8 @@ def test_a_slot_is_filled_until_it_has_failed_too_often(job):
     job.join(1, 1)
     job.tick(8)
     assert job.started == [(1, 4), (1, 5), (1, 6), (1, 7), (1, 8)]
-    assert job.slots.replaced == {} and job.slots.is_out(1) and not job.slots.is_out(0)
-    assert job.are_late() == [1] and job.slots.ends() == [[1, 1, "late", False]]
+    assert job.slots.replaced == {} and job.is_out(1) and not job.is_out(0)
+    assert job.are_late() == [1] and job.slots.ends() == [(1, 1, "late", False)]
     assert job.told[-1] == "rank 1 was replaced 5 times within an hour; the job goes on without it."
     assert not [text for text in job.told if "before it joined" in text]  # they print errors themselves
 
@@ -109,8 +117,8 @@ def test_one_that_ends_normally_or_fails_is_not_replaced(job, code):
 def test_one_that_ends_with_status_0_while_the_others_go_on_without_it_is_lost(job):
     job.begin(RUNS, "sys.exit(0)")
     job.rows.note_lost(1)
-    assert job.slots.ends() == [[1, 0, "lost", False]]
-    assert job.slots.is_out(1) and not job.slots.is_out(0)
+    assert job.slots.ends() == [(1, 0, "lost", False)]
+    assert job.is_out(1) and not job.is_out(0)
     job.tick()
     assert job.started == [(1, 4)]
 
@@ -119,7 +127,7 @@ def test_a_lost_one_that_ended_with_another_status_still_ends_the_job(job):
     job.begin(RUNS, "sys.exit(3)")
     job.rows.note_lost(1)
     job.rows.note_end(1)
-    assert not job.slots.is_out(1) and job.slots.ends_job(1)
+    assert not job.is_out(1) and job.ends_job(1)
     job.tick()
     assert not job.started
 
@@ -191,10 +199,10 @@ def test_a_standby_that_waits_gets_the_slot_and_another_is_started(job):
     job.tick()
     assert job.started == [(None, 4), (None, 5), (None, 6)] and job.renamed == [(5, 1)]
     assert job.rows.given(5) == 1 and job.process(1) is ready and job.slots.running()[1:] == [ready]
-    assert job.slots.replaced == {} and job.slots.is_out(1)
+    assert job.slots.replaced == {} and job.is_out(1)
     assert job.told == ["a standby process takes the place of rank 1."]
     job.join(1, 5)
-    assert job.slots.replaced == {1: 1} and not job.slots.is_out(1)
+    assert job.slots.replaced == {1: 1} and not job.is_out(1)
     assert len(job.standbys()) == 2 and not set(job.standbys()) & set(job.slots.running())  # nobody waits for them
 
 
@@ -312,14 +320,14 @@ def test_added_ranks_take_the_slots_that_nobody_has_had(job):
     job.tick()
     assert job.started == [(None, 4), (3, 3), (None, 5)] and job.renamed == [(4, 2)]
     assert job.told == ["a standby process becomes rank 2.", "starting another process as rank 3."]
-    assert job.slots.is_out(2) and job.are_late() == [2, 3] and job.slots.added == []
+    assert job.is_out(2) and job.are_late() == [2, 3] and job.slots.added == []
     job.join(2, 4)
     end(job.process(3))
     job.tick()
     assert job.started[-1] == (None, 6) and job.renamed[-1] == (5, 3)
     job.join(3, 5)
     assert job.slots.added == [2, 3] and job.slots.replaced == {} and job.are_late() == []
-    assert not job.slots.is_out(3)
+    assert not job.is_out(3)
 
 
 def test_added_ranks_that_fail_before_they_join_end_the_wish_for_those_behind_them_too(job):
@@ -366,9 +374,9 @@ def test_on_one_of_several_hosts_it_follows_the_list_of_added_slots(job):
 @pytest.mark.parametrize("killed", [KILLED, "sys.exit(137)"])  # also the command of a shell
 def test_a_killed_process_ends_the_others_only_if_losses_are_not_tolerated(job, killed):
     job.begin(killed, RUNS, joined=False)
-    assert not job.slots.ends_job(0)
+    assert not job.ends_job(0)
     job.slots._recovers = False
-    assert job.slots.ends_job(0) and not job.slots.ends_job(1)
+    assert job.ends_job(0) and not job.ends_job(1)
 
 
 def test_a_process_that_was_killed_since_memory_ran_out_is_named_as_such(job, monkeypatch):
@@ -407,5 +415,5 @@ def test_ends_are_told_in_their_order_and_those_that_were_killed_with_the_others
 def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure(job):
     job.begin("sys.exit(3)", "sys.exit(3)")
     job.rows.note_end(1)
-    assert [job.slots.ends_job(slot) for slot in range(2)] == [False, True]
+    assert [job.ends_job(slot) for slot in range(2)] == [False, True]
     assert [how for _, _, how, _ in job.slots.ends()] == ["lost", "failed"]
