@@ -167,5 +167,5 @@ def _text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, float):
-        return f"{value:.9g}"
+        return str(np.float32(value)).removesuffix(".0")
     return str(value) if value is None or isinstance(value, (bool, int, str)) else ""
