@@ -3,8 +3,8 @@
 A `ring run` whose job may change listens at a socket in Linux's abstract namespace, whose name has its user, its
 process id and something random: it leaves no file behind, nobody can take the name first, and /proc/net/unix lists all
 such jobs. Any program of the host can connect there, so both sides ask the kernel for the other's user (SO_PEERCRED),
-and take nothing from anybody else. The request is one line, a word, a number and perhaps a host, and the answer is one
-line for the user.
+and take nothing from anybody else; the secret of the handshake is empty. The request is a word, a number and perhaps a
+host, and the answer is a line for the user.
 
 `ring run` looks at the socket between two looks at its processes. It never waits for whoever has connected.
 
@@ -14,6 +14,7 @@ Considered and rejected: a signal, which has neither a number of ranks nor an an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -22,12 +23,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, quoted
-from ring_plugins.core.net.socket_owner import is_same_unix_user, why_users_are_unknown
+from ring_plugins.core.net.acceptor import Acceptor
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
+from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.net.peers import Peers
+from ring_plugins.core.net.socket_owner import why_users_are_unknown
 from ring_plugins.core.net.user_socket import connect_below, connect_to, listen_below, names_below
 
 #: Bytes of the longest request, and of the longest answer.
 _REQUEST, _ANSWER = 512, 4096
-#: Seconds for which a connection may take to send its request, and a user waits for the answer.
+#: Seconds for which the jobs of a host are looked for, and for which a user waits for the answer.
 _PATIENCE, _WAITS = 2.0, 10.0
 #: Connections at once.
 _MOST = 8
@@ -45,53 +50,32 @@ class GrowthRequests:
     """
 
     def __init__(self, add: Callable[[int, str | None], str]) -> None:
-        self._add = add
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._open: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and what it has sent
-        listen_below(self._listener, _name(os.getpid()), _MOST)
-        self._listener.setblocking(False)
+        self._add, self._numbers = add, itertools.count()
+        listener = socket.socket(socket.AF_UNIX)
+        listen_below(listener, _name(os.getpid()), _MOST)
+        acceptor = Acceptor(b"", Purpose.LAUNCHER, lambda claim: not why_users_are_unknown(), limit=_MOST)
+        acceptor.add(listener)
+        self._peers = Peers(acceptor)
 
     def __enter__(self) -> GrowthRequests:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in [self._listener, *self._open]:
-            connection.close()
+        self._peers.close()
 
     def poll(self) -> None:
         """Answer the requests that have come."""
-        with contextlib.suppress(OSError):
-            while len(self._open) < _MOST:
-                connection, _ = self._listener.accept()
-                if is_same_unix_user(connection) and not why_users_are_unknown():
-                    connection.setblocking(False)
-                    self._open[connection] = time.monotonic(), b""
-                else:
-                    connection.close()
-        for connection, (since, before) in list(self._open.items()):
-            try:
-                data = connection.recv(_REQUEST - len(before))
-            except BlockingIOError:
-                if time.monotonic() - since > _PATIENCE:
-                    self._close(connection)
-                continue
-            except OSError:
-                data = b""
-            text = before + data
-            self._open[connection] = since, text
-            if not data or text.endswith(b"\n") or len(text) == _REQUEST:
-                self._answer(connection, text)
-
-    def _answer(self, connection: socket.socket, request: bytes) -> None:
-        if found := re.fullmatch(rb"add (\d{1,6})(?: ([\w.@-]+))?\n", request):
-            host = found[2].decode() if found[2] else None
-            with contextlib.suppress(OSError):
-                connection.send(self._add(int(found[1]), host).encode()[:_ANSWER])
-        self._close(connection)
-
-    def _close(self, connection: socket.socket) -> None:
-        del self._open[connection]
-        connection.close()
+        ready = self._peers.wait(0.0)
+        for new in self._peers.accepted():
+            for oldest in list(self._peers)[: 1 - _MOST]:
+                self._peers.hang_up(oldest)
+            self._peers.add(next(self._numbers), FrameSocket(new.socket, Purpose.LAUNCHER, _REQUEST))
+        for number, event in self._peers.events(ready):
+            if isinstance(event, bytes):
+                if found := re.fullmatch(rb"add (\d{1,6})(?: ([\w.@-]+))?", event):
+                    host = found[2].decode() if found[2] else None
+                    self._peers.send(number, self._add(int(found[1]), host).encode()[:_ANSWER])
+                self._peers.hang_up(number)
 
 
 def running_jobs() -> dict[int, str]:
@@ -161,13 +145,15 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
             f"--job {pid} is not the process id of a `ring run --on-failure replace` of yours on this host. If it runs "
             f"on another host, ask there.{others}"
         )
-    with connected as connection:
-        connection.settimeout(_WAITS)
+    with connected:
         try:
-            connection.sendall(f"add {number}{f' {host}' if host else ''}\n".encode())
-            answer = connection.recv(_ANSWER).decode(errors="replace")
-        except OSError as error:
-            raise LaunchError(f"ring run (process {pid}) does not answer: {error.strerror or error}.") from None
+            authenticate(connected, ClientHandshake(b"", Purpose.LAUNCHER, Claim(0)), _WAITS)
+            frames = FrameSocket(connected, Purpose.LAUNCHER, _ANSWER)
+            frames.send(f"add {number}{f' {host}' if host else ''}".encode())
+            frames.flush(_WAITS)
+            answer = (frames.receive(_WAITS) or b"").decode(errors="replace")
+        except (OSError, Disconnected) as error:
+            raise LaunchError(f"ring run (process {pid}) does not answer: {error}.") from None
     kind, _, text = answer.partition(": ")
     if kind != "ok":
         raise LaunchError(f"{quoted(text, _ANSWER) or 'ring run ended before it answered'}.")

@@ -43,7 +43,7 @@ from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator
 from ring_plugins.core.rendezvous import bootstrap, record, slots
 from ring_plugins.core.rendezvous import tcp as rendezvous
-from ring_plugins.launcher import control, preflight
+from ring_plugins.launcher import calls, preflight
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.job_hosts import verdict
@@ -495,8 +495,8 @@ class LauncherMessages(Target):
             raise EOFError  # a pickle may run anything: only the authenticated get here
 
         with ours, theirs, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control, "pickle", SimpleNamespace(loads=loads))
-            connection = control._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
+            patch.setattr(calls, "pickle", SimpleNamespace(loads=loads))
+            connection = calls._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
             theirs.setblocking(False)
             for piece in _pieces(data, rng):
                 theirs.send(piece)
@@ -773,7 +773,7 @@ class Requests(Target):
         self._requests = GrowthRequests(self._add)
 
     def valid(self) -> list[bytes]:
-        return [b"add 2\n", b"add 999999 me@host-2.example\n", b"add 2", b"\n", b"add 2 " + b"h" * 505 + b"\n"]
+        return [b"add 2", b"add 999999 me@host-2.example", b"", b"add 2 " + b"h" * 505]
 
     def _add(self, number: int, host: str | None) -> str:
         self._asked.append((number, host))
@@ -783,25 +783,24 @@ class Requests(Target):
         self._asked.clear()
         ours, theirs = socket.socketpair()
         with theirs:
-            ours.setblocking(False)
             theirs.setblocking(False)
-            self._requests._open[ours] = time.monotonic(), b""
-            for piece in _pieces(data, rng):
+            self._requests._peers.add(0, FrameSocket(ours, Purpose.LAUNCHER, 512))
+            for piece in _pieces(struct.pack("!Q", len(data)) + data, rng):
                 with contextlib.suppress(OSError):
                     theirs.send(piece)
                 self._requests.poll()
             theirs.shutdown(socket.SHUT_WR)
             for _ in range(3):
                 self._requests.poll()
-            assert not self._requests._open
+            assert not list(self._requests._peers)
             answer = b""
             with contextlib.suppress(ConnectionError):
                 answer = theirs.recv(5000)
-        line = data[:512].partition(b"\n")[0].decode("latin-1")
+        line = data.decode("latin-1")
         for number, host in self._asked:
             assert line == f"add {number}{f' {host}' if host else ''}" or int(line.split()[1]) == number
             assert len(self._asked) == 1
-        assert answer in (b"", b"ok: they will join")
+        assert answer[8:] in (b"", b"ok: they will join")
 
     def close(self) -> None:
         self._requests.__exit__()
