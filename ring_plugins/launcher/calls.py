@@ -17,16 +17,17 @@ import contextlib
 import pickle
 import secrets
 import select
-import selectors
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ring_plugins.core.base.errors import LaunchError, quoted
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, authenticate
 from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
 #: Connections that the driver keeps in addition to those of its ranks, and those that wait in the kernel.
@@ -53,23 +54,19 @@ class Driver:
         self._ranks = self._most = 0
         self._call = b""
         self._ended: float | None = None
-        self._connections: dict[int, _RankConnection] = {}
+        self._connections: dict[int, _Connection] = {}
         self._acceptor = Acceptor(self.key, Purpose.LAUNCHER, self._expects)
         if listens:
             listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
             self.port = listener.getsockname()[1]
             self._acceptor.add(listener)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._acceptor, selectors.EVENT_READ)
+        self._peers = Peers(self._acceptor)
 
     def __enter__(self) -> Driver:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._acceptor.close()
-        for connection in self._connections.values():
-            connection.frames.close()
-        self._selector.close()
+        self._peers.close()
 
     def add(self, rank: int, connected: socket.socket, why_it_ended: Callable[[], Failure]) -> None:
         """Add the connection of a process of this host, which is a rank.
@@ -79,7 +76,8 @@ class Driver:
             connected: this end of the connection.
             why_it_ended: waits for the end of the process.
         """
-        self._watch(_RankConnection(rank, connected, socket.gethostname(), why_it_ended))
+        self._connections[rank] = _Connection(socket.gethostname(), why_it_ended)
+        self._peers.add(rank, FrameSocket(connected, Purpose.LAUNCHER))
 
     def outcomes(
         self,
@@ -107,8 +105,8 @@ class Driver:
         """
         self._ranks, self._most, self._call = ranks, most or ranks, packed
         self._acceptor.limit = self._most + _OTHER_CONNECTIONS
-        for connection in self._connections.values():
-            connection.frames.send(packed)
+        for rank in self._peers:
+            self._peers.send(rank, packed)
         is_over = (lambda: self._has_ended(trouble)) if most else None
         with ProgressLine() as line:
             return collect(ranks, lambda seconds: self._poll(seconds, trouble, line), timeout, is_over, recovers)
@@ -133,7 +131,7 @@ class Driver:
 
     def _poll(self, seconds: float, trouble: Callable[[], str | None], line: ProgressLine) -> list[Outcome]:
         why = trouble()  # before ranks that connected in time are accepted
-        for new in self._acceptor.poll():
+        for new in self._peers.accepted():
             self._join(new)
         missing = self._missing
         if missing:
@@ -143,17 +141,38 @@ class Driver:
             line.remove()
         if why is not None and missing and not any(rank.has_reported for rank in self._connections.values()):
             raise LaunchError(f"{missing} of {self._ranks} ranks were never started: {why}")
-        found = []
-        for key, events in self._selector.select(seconds):
-            connection = key.data
-            if connection is None:
-                continue
-            if self._ended is not None:
-                self._ended = time.monotonic()  # something still comes
-            if (outcome := connection.move(events, self._ranks)) is not None:
-                found.append(outcome)
-            self._watch_again(connection)
-        return found
+        ready = self._peers.wait(seconds)
+        if ready and self._ended is not None:
+            self._ended = time.monotonic()  # something still comes
+        found = (self._take(rank, self._connections[rank], event) for rank, event in self._peers.events(ready))
+        return [outcome for outcome in found if outcome is not None]
+
+    def _take(self, rank: int, connection: _Connection, event: Event) -> Outcome | None:
+        """The outcome of a rank, once its message, or the end of its connection, says it."""
+        if connection.has_reported:
+            return None
+        if isinstance(event, bytes) and connection.why_it_ended is None and not connection.has_introduced_itself:
+            connection.host, connection.has_introduced_itself = quoted(event.decode(errors="replace"), 64), True
+            return None
+        connection.has_reported = True
+        if isinstance(event, bytes):
+            return self._outcome(rank, connection.host, event)
+        if connection.why_it_ended is not None:
+            return Outcome(rank, failure=connection.why_it_ended())
+        ended = Failure(connection.host, "its process or the task around it was ended", is_loss=True)
+        return Outcome(rank, failure=ended)
+
+    def _outcome(self, rank: int, host: str, message: bytes) -> Outcome:
+        try:
+            outcome = pickle.loads(message)
+            is_new = rank >= self._ranks
+            if isinstance(outcome, Outcome) and (outcome.rank < self._ranks if is_new else outcome.rank == rank):
+                return outcome
+            why: object = f"it is a {type(outcome).__name__}"
+        except Exception as error:  # an object's own hooks may raise anything
+            why = error
+        text = f"its outcome cannot be read ({why}); is the same ring_plugins installed there?"
+        return Outcome(rank, failure=Failure(host, text))
 
     def _expects(self, claim: Claim) -> bool:
         """Reject a second process of the same rank, such as a task that the cluster has restarted."""
@@ -163,81 +182,29 @@ class Driver:
         if not self._expects(new.claim):  # a rank that connected twice at once
             new.socket.close()
             return
-        connection = _RankConnection(new.claim.rank, new.socket, new.address)
-        connection.frames.send(self._call)
-        self._watch(connection)
-
-    def _watch(self, connection: _RankConnection) -> None:
-        self._connections[connection.rank] = connection
-        self._selector.register(connection.frames, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
-
-    def _watch_again(self, connection: _RankConnection) -> None:
-        if connection.has_reported:
-            self._selector.unregister(connection.frames)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.frames.unsent else 0)
-        self._selector.modify(connection.frames, wanted, connection)
+        rank = new.claim.rank
+        self._connections[rank] = _Connection(new.address)
+        self._peers.add(rank, FrameSocket(new.socket, Purpose.LAUNCHER))
+        self._peers.send(rank, self._call)
 
 
-class _RankConnection:
-    """The driver's connection to one rank.
+@dataclass
+class _Connection:
+    """What the driver knows of a connection to a rank.
 
-    Args:
-        rank: by which it has introduced itself: its own, or a higher number if it may take the place of a lost one.
-        connected: this end of the connection.
-        host: its name, an address until the rank has said it.
-        why_it_ended: of a process of this host, waits for its end; None for ranks that have connected.
+    Connected ranks are known by their own number, or a higher one if they may take the place of a lost one.
 
     Attributes:
+        host: name of its host, an address until the rank has said it.
+        why_it_ended: of a process of this host, waits for its end; None for ranks that have connected.
+        has_introduced_itself: whether it has said its host.
         has_reported: whether its outcome is known.
     """
 
-    def __init__(
-        self, rank: int, connected: socket.socket, host: str, why_it_ended: Callable[[], Failure] | None = None
-    ) -> None:
-        self.rank, self.host, self.frames = rank, host, FrameSocket(connected, Purpose.LAUNCHER)
-        self.has_reported = False
-        self._why_it_ended, self._has_introduced_itself = why_it_ended, why_it_ended is not None
-
-    def move(self, events: int, ranks: int) -> Outcome | None:
-        """Send and receive without waiting; returns the outcome once it is known.
-
-        Args:
-            events: that the selector has seen.
-            ranks: number of ranks of the job.
-        """
-        try:
-            if events & selectors.EVENT_WRITE:
-                self.frames.write()
-        except Disconnected:
-            events |= selectors.EVENT_READ  # what the rank said before it ended can still be read
-        try:
-            while events & selectors.EVENT_READ and (message := self.frames.receive(0)) is not None:
-                if not self._has_introduced_itself:
-                    self.host, self._has_introduced_itself = quoted(message.decode(errors="replace"), 64), True
-                    continue
-                self.has_reported = True
-                return self._outcome(message, ranks)
-        except Disconnected:
-            self.has_reported = True
-            if self._why_it_ended is not None:
-                return Outcome(self.rank, failure=self._why_it_ended())
-            return self._failure("its process or the task around it was ended", is_loss=True)
-        return None
-
-    def _outcome(self, message: bytes, ranks: int) -> Outcome:
-        try:
-            outcome = pickle.loads(message)
-            is_new = self.rank >= ranks
-            if isinstance(outcome, Outcome) and (outcome.rank < ranks if is_new else outcome.rank == self.rank):
-                return outcome
-            why: object = f"it is a {type(outcome).__name__}"
-        except Exception as error:  # an object's own hooks may raise anything
-            why = error
-        return self._failure(f"its outcome cannot be read ({why}); is the same ring_plugins installed there?")
-
-    def _failure(self, summary: str, is_loss: bool = False) -> Outcome:
-        return Outcome(self.rank, failure=Failure(self.host, summary, is_loss=is_loss))
+    host: str
+    why_it_ended: Callable[[], Failure] | None = None
+    has_introduced_itself: bool = False
+    has_reported: bool = False
 
 
 class DriverConnection:

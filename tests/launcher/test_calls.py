@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import select
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from ring_plugins.core.net import acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.launcher import outcomes
-from ring_plugins.launcher.calls import Driver, _RankConnection, connect_to_driver
+from ring_plugins.launcher.calls import Driver, connect_to_driver
 from ring_plugins.launcher.outcomes import Outcome
 
 
@@ -201,12 +200,8 @@ def test_the_end_of_the_driver_is_noticed(pool):
         connect_to_driver("127.0.0.1", driver.port, driver.key, 0)
 
 
-def test_the_name_of_a_host_has_no_control_characters():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        connection = _RankConnection(1, ours, "host1")
-        frames = FrameSocket(theirs, Purpose.LAUNCHER)
-        frames.send(b"host\x1b[2J\nring_plugins: all is well")
-        frames.flush(1)
-        connection.move(select.EPOLLIN, 3)
-    assert connection.host == r"host\x1b[2J\nring_plugins: all is well"
+def test_the_name_of_a_host_has_no_control_characters(pool):
+    with Driver() as driver:
+        pool.submit(by_hand, driver, 0, b"host\x1b[2J\nring_plugins: all is well")
+        (outcome,) = driver.outcomes(b"call", 1, no_trouble, 60)
+    assert outcome.failure.host == r"host\x1b[2J\nring_plugins: all is well"
