@@ -1,8 +1,9 @@
 """Bootstraps a job on several hosts without MPI: all ranks connect to rank 0, which knows which are missing.
 
 Rank 0 listens (`serve`), the other ranks connect until it answers (`join`), and both get a `Bootstrap`, whose `gather`
-exchanges small records while the job starts. Connections authenticate themselves with RING_SECRET (core/net/auth.py).
-Then each message is JSON, compressed if it is long:
+exchanges small records while the job starts. The file is long since both ends of this protocol are best read side by
+side. Connections authenticate themselves with RING_SECRET (core/net/auth.py). Then each message is JSON, compressed if
+it is long:
 
     rank -> rank 0   ["join", {size, host, versions}]   once; rank 0 checks that it fits the job
                      ["gather", payload]                its contribution to a gather
@@ -24,7 +25,7 @@ import socket
 import time
 import zlib
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks, printable, quoted
@@ -67,26 +68,6 @@ _HOST, _VERSION, _ABORT = 64, 40, 4000
 #: Bytes of the first message. Without RING_SECRET everyone can send one.
 _LONGEST_JOIN = 1 << 16
 _LONGER = "Set RING_START_TIMEOUT to wait longer."
-
-
-class Bootstrap(Protocol):
-    """What `serve` and `join` return: this rank's end of the connections through rank 0.
-
-    Attributes:
-        rank: of this process.
-    """
-
-    rank: int
-
-    def gather(self, payload: Any) -> list[Any]:
-        """Every rank's payload (values that JSON can hold) in rank order; all ranks call.
-
-        Raises:
-            LaunchError: a rank ended, or did not call within RING_START_TIMEOUT seconds.
-        """
-
-    def close(self) -> None:
-        """Close all connections."""
 
 
 def _pack(message: Any) -> bytes:
@@ -240,6 +221,11 @@ class _RankZero:
         self._send_all(["gathered", []])
 
     def gather(self, payload: Any) -> list[Any]:
+        """Every rank's payload (values that JSON can hold) in rank order; all ranks call.
+
+        Raises:
+            LaunchError: a rank ended, or did not call within RING_START_TIMEOUT seconds.
+        """
         items: dict[int, Any] = {0: printable(payload)}  # as the other ranks see it
         waiting = _Waiting(f"rank 0 on {self._name}")
         with ProgressLine() as line:
@@ -257,6 +243,7 @@ class _RankZero:
         return everything
 
     def close(self) -> None:
+        """Close all connections."""
         self._peers.close()
 
     def failed(self, why: str, others: Collection[int] = ()) -> LaunchError:
@@ -415,6 +402,7 @@ class _OtherRank:
         self.rank, self._host, self._server = rank, host, server
 
     def gather(self, payload: Any) -> list[Any]:
+        """As `_RankZero.gather`."""
         try:
             self._server.send(to_json(["gather", payload]))
             self._server.flush(config.START_TIMEOUT.get())
@@ -426,7 +414,12 @@ class _OtherRank:
             ) from error
 
     def close(self) -> None:
+        """Close the connection."""
         self._server.close()
+
+
+#: What `serve` and `join` return: a rank's end of the connections through rank 0.
+Bootstrap = _RankZero | _OtherRank
 
 
 def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
