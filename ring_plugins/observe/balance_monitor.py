@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.observe.step_breakdown import StepBreakdown, report_interval
 from ring_plugins.core.trace.steps import steps
-from ring_plugins.core.world import current, is_initialized
+from ring_plugins.core.world import current
+from ring_plugins.observe.training import current_observers
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -84,7 +85,7 @@ class BalanceMonitor:
         if total is None or self._began is None:
             return None
         breakdown = total - self._began
-        observers = current().observers
+        observers = current_observers()
         if self._summary and breakdown.steps and observers is not None:
             _print(breakdown, observers.members)
         return breakdown
@@ -92,7 +93,7 @@ class BalanceMonitor:
     @staticmethod
     def _collect(patience: float) -> None:
         """Send this rank's last steps, and on rank 0 wait for the others'."""
-        observers = current().observers if is_initialized() else None
+        observers = current_observers()
         if observers is None:
             return
         observers.steps.flush()
@@ -115,7 +116,7 @@ class BalanceMonitor:
 
     @staticmethod
     def _total() -> StepBreakdown | None:
-        observers = current().observers if is_initialized() else None
+        observers = current_observers()
         return observers.all_steps.total if observers is not None and observers.all_steps is not None else None
 
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
 from ring_plugins.core.trace.recorder import recorder
-from ring_plugins.core.world import current, is_initialized
+from ring_plugins.observe.training import current_observers
 
 #: Seconds that the start or the end of a timeline may take.
 _PATIENCE = 5.0
@@ -33,14 +32,14 @@ class Timeline:
 
     def start(self) -> None:
         """Record from now on."""
-        self._is_recording = True
-        aggregator = self._aggregator()
-        if aggregator is not None:
-            aggregator.start(self._directory)
-        elif (reporter := self._reporter()) is not None:
-            reporter.hold()
-        if is_initialized() and current().observers is not None:
-            _wait_until(lambda: recorder.on)
+        self._is_recording, observers = True, current_observers()
+        if observers is None:
+            return
+        if observers.timeline is not None:
+            observers.timeline.start(self._directory)
+        else:
+            observers.spans.hold()
+        _wait_until(lambda: recorder.on)
 
     def stop(self) -> Path | None:
         """Stop recording; return the file's path on rank 0, None on other ranks.
@@ -49,12 +48,12 @@ class Timeline:
         """
         if not self._is_recording:
             return None
-        self._is_recording = False
-        aggregator = self._aggregator()
-        if aggregator is None:
+        self._is_recording, observers = False, current_observers()
+        if observers is None:
+            return None
+        if (aggregator := observers.timeline) is None:
             # Rank 0 switches the recording off. Waiting for that keeps what this rank does next out of the timeline.
-            if (reporter := self._reporter()) is not None:
-                reporter.release()
+            observers.spans.release()
             _wait_until(lambda: not recorder.on)
             return None
         aggregator.stop()
@@ -66,18 +65,10 @@ class Timeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self._aggregator() is not None:  # a rank that failed reports that without waiting for rank 0
+        observers = current_observers()
+        is_rank_0 = observers is not None and observers.timeline is not None
+        if kind is None or is_rank_0:  # a rank that failed reports that without waiting for rank 0
             self.stop()
-
-    @staticmethod
-    def _aggregator() -> TimelineAggregator | None:
-        observers = current().observers if is_initialized() else None
-        return observers.timeline if observers is not None else None
-
-    @staticmethod
-    def _reporter() -> TimelineReporter | None:
-        observers = current().observers if is_initialized() else None
-        return observers.spans if observers is not None else None
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The line that rank 0 prints once when training begins: how many ranks take part."""
+"""The job that is observed: its observers, and the line that rank 0 prints once when training begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import weakref
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.job import World
+from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.world import current, is_initialized
+
+
+def current_observers() -> Observers | None:
+    """The observing services of this process, None if there is no job of several ranks."""
+    return current().observers if is_initialized() else None
+
 
 _announced: weakref.WeakSet[World] = weakref.WeakSet()
 

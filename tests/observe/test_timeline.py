@@ -2,7 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from ring_plugins.observe import timeline as observed
 from ring_plugins.observe.timeline import Timeline
 
 
@@ -12,6 +14,10 @@ def test_a_timeline_without_a_job_does_nothing(tmp_path):
         pass
     assert timeline.stop() is None
     assert os.listdir(tmp_path) == []
+
+
+class Observers(NamedTuple):
+    timeline: Any
 
 
 def test_a_timeline_that_does_not_record_ends_no_recording(monkeypatch):
@@ -29,7 +35,8 @@ def test_a_timeline_that_does_not_record_ends_no_recording(monkeypatch):
         def finish(self):
             return Path("timeline.json")
 
-    monkeypatch.setattr(Timeline, "_aggregator", staticmethod(Aggregator))
+    monkeypatch.setattr(observed, "current_observers", lambda: Observers(Aggregator()))
+    monkeypatch.setattr(observed, "_PATIENCE", 0.0)  # nothing records
     timeline = Timeline("traces")
     assert timeline.stop() is None and calls == []  # as on_train_end of a callback whose batches never came
     timeline.start()

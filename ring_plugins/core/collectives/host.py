@@ -105,17 +105,14 @@ class HostCommunicator(Communicator[HostMemory]):
         self._executor: SerialExecutor = executor or SerialExecutor(name, wait, self.groups, self._recovery)
         if recovery is not None and self._recovery is not None:
             recovery.watch(self._executor, self._recovery)
-        wait.number = wait.entered = -1  # until all members have made it
-        wait.check_construction = check_gather
         self._follow(failure_detector)
         self.statistics = self._executor.statistics
-        try:
-            self.groups.connect(segment, {member.rank: address for member, address, _ in offers})
-        except BaseException as error:  # the others may have connected already
-            self._executor.interrupt("its construction", error)
-            raise
-        wait.check_construction = lambda: None
-        wait.number = wait.entered = 0
+        with wait.constructing(check_gather):
+            try:
+                self.groups.connect(segment, {member.rank: address for member, address, _ in offers})
+            except BaseException as error:  # the others may have connected already
+                self._executor.interrupt("its construction", error)
+                raise
 
     # When members change ------------------------------------------------------------------------------
 

@@ -20,11 +20,12 @@ the wait gives it some seconds before raising the bare fact.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ring_plugins.core.base import config
@@ -135,7 +136,6 @@ class Wait:
             operation; the groups set it before they send or announce anything.
         failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
         given_up: why operations of other threads than the script's are to end; None if they are not.
-        check_construction: called in every wait while the communicator is being made; may raise.
         entered: how many have begun.
         rejected: how many calls this member has rejected since.
         background: its operations on another thread, None if there were none.
@@ -151,7 +151,7 @@ class Wait:
         self.begun = False
         self.failure: Failure | None = None
         self.given_up: BaseException | None = None
-        self.check_construction: Callable[[], object] = lambda: None
+        self._check_construction: Callable[[], object] | None = None
         if key >= 0:
             waits_of_communicators[self.identity] = self
         self.number = self.entered = self.rejected = 0
@@ -166,6 +166,19 @@ class Wait:
         waits_of_communicators.pop(self.identity, None)
         self.identity, self._key, self._failure_detector = f"{communicator} #{key}", key, failure_detector
         waits_of_communicators[self.identity] = self
+
+    @contextlib.contextmanager
+    def constructing(self, check: Callable[[], object]) -> Iterator[None]:
+        """Wait inside the context for members that make the communicator, and have not begun an operation.
+
+        Args:
+            check: called in every such wait; may raise.
+        """
+        self.number = self.entered = -1
+        self._check_construction = check
+        yield
+        self._check_construction = None
+        self.number = self.entered = 0
 
     def will_enter(self, number: int) -> bool:
         """Whether this rank has begun the operation of this number, or may without its script."""
@@ -277,7 +290,8 @@ class Wait:
             raise fresh(error)
         if self.given_up is not None and not ready():
             raise fresh(self.given_up)
-        self.check_construction()
+        if self._check_construction is not None:
+            self._check_construction()
 
     def _check_members(self, detector: FailureDetector, missing: Sequence[int], what: Callable[[], str]) -> None:
         try:
