@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -155,7 +156,7 @@ class GradientReducer:
             self.launch_rest(fill)
         while self._next < len(self._buckets):
             try:
-                reduce = self._reduction(fill, len(self._buckets) - self._next, synchronously=True)
+                reduce = partial(self._leave_and_reduce, self._reduction(fill, len(self._buckets) - self._next))
                 started = time.perf_counter()
                 self._communicator.run_synchronously(self._description, reduce)
                 self.waited += time.perf_counter() - started
@@ -191,17 +192,19 @@ class GradientReducer:
         for codec in self._codecs.values():
             codec.undo()
 
-    def _reduction(self, fill: Fill, count: int, synchronously: bool = False) -> Callable[[], None]:
+    def _leave_and_reduce(self, reduce: Callable[[], None]) -> None:
+        """Reduce the last buckets; an exception before this leaves them to `abandon`, which can still send them."""
+        self._next = len(self._buckets)
+        reduce()
+
+    def _reduction(self, fill: Fill, count: int) -> Callable[[], None]:
         """Fill the next `count` buckets and return the function that reduces them.
 
-        Args:
-            fill, count: as above.
-            synchronously: whether the function itself notes that they have left: an exception before it is called
-                leaves them to `abandon`, which can still send them.
+        It holds their memory, but not this object, which it may outlive on a GPU.
         """
         self.is_under_way = True
         first, launched = self._next, monotonic_ns() if recorder.on else 0
-        memories: list[Any] = []
+        nbytes, memories = 0, list[Any]()
         codecs: list[Codec | None] | None = None if self._compression is None else []
         for bucket in self._buckets[first : first + count]:
             of_bucket: Sequence[Any] | None = None if self.kept is None else self.kept.restored(bucket)
@@ -211,21 +214,13 @@ class GradientReducer:
                     self.kept.keep(bucket, of_bucket)
             if self._nbytes[bucket.index] < 0:
                 self._nbytes[bucket.index] = sum(memory.nbytes for memory in of_bucket)
-            self.reduced_bytes += self._nbytes[bucket.index]
+            nbytes += self._nbytes[bucket.index]
             memories += of_bucket
             if codecs is not None:
                 codecs += [self._codec(bucket.index, place, memory) for place, memory in enumerate(of_bucket)]
-        communicator, op = self._communicator, self._op
-
-        def reduce() -> None:
-            if synchronously:
-                self._next = first + count
-            started = monotonic_ns() if launched else 0
-            communicator.all_reduce_coalesced(memories, op, codecs)
-            if launched:
-                self._record(first, count, launched, started)
-
-        return reduce
+        self.reduced_bytes += nbytes
+        reduce = partial(self._communicator.all_reduce_coalesced, memories, self._op, codecs)
+        return partial(self._recorded, reduce, first, count, launched) if launched else reduce
 
     def _codec(self, bucket: int, place: int, memory: Memory) -> Codec | None:
         """The codec for one memory; None sends it as it is. GPU memory has already been rounded."""
@@ -238,8 +233,10 @@ class GradientReducer:
         codec.begin(memory.array)
         return codec
 
-    def _record(self, first: int, count: int, launched: int, started: int) -> None:
-        """Record the reduction of some buckets, which has just ended, for a timeline."""
+    def _recorded(self, reduce: Callable[[], None], first: int, count: int, launched: int) -> None:
+        """Reduce some buckets, and record that for a timeline."""
+        started = monotonic_ns()
+        reduce()
         ended = monotonic_ns()
         for bucket in range(first, first + count):
             since, nbytes = self._ready_at.get(bucket, launched), self._nbytes[bucket]
