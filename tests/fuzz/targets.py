@@ -325,13 +325,12 @@ class ControlMessages(JsonTarget):
 
     def valid(self) -> list[bytes]:
         wait = {
-            "number": 1, "communicator": "ring", "what": "all_reduce", "operation_number": 3, "part_of": "",
-            "missing": [2], "on_gpu": False, "seconds": 5.0, "blocked_seconds": 4.0, "clock": "10:00:00",
-            "step": 3, "hindrances": "",
+            "communicator": "ring", "what": "all_reduce", "number": 3, "part_of": "", "missing": [2], "since": 5.0,
+            "blocked_since": 4.0, "clock": "10:00:00", "on_gpu": False, "step": 3, "hindrances": "",
         }  # fmt: skip
         deadlock = {"rank": 1, "number": 2, "communicator": "ring", "text": "x"}
         messages = [
-            ["report_wait", wait],
+            ["report_wait", {"number": 1, "wait": wait}],
             ["end_wait", {"number": 1}],
             ["request_snapshot", {"inquiry": 1}],
             ["report_snapshot", {"inquiry": 1, "stack": ["x"], "operation": "y"}],

@@ -101,7 +101,7 @@ class StallWatch:
             reported = _Reported(number, wait.since, wait.missing, is_blocked)
             if reported != before:
                 self._reported[key] = reported
-                body = {"number": number, **_wait_body(wait, now, is_blocked)}
+                body = {"number": number, "wait": _wait_body(wait, now, is_blocked)}
                 self._channel.tell(self._channel.leader, "report_wait", body)
 
     def report_again(self) -> None:
@@ -159,18 +159,14 @@ class StallWatch:
 
 
 def _wait_body(wait: LongWait, now: float, is_blocked: bool) -> Body:
+    """The attributes of a `Waiting` but the rank, with seconds so far in place of times, since clocks differ."""
     return {
-        "communicator": wait.communicator,
-        "what": wait.what,
-        "operation_number": wait.number,
-        "part_of": wait.part_of,
-        "missing": wait.missing,
-        "on_gpu": wait.on_gpu,
+        **wait._asdict(),
+        "since": now - wait.since,
+        "blocked_since": now - wait.blocked_since if is_blocked else 0.0,
+        "clock": time.strftime("%H:%M:%S", time.localtime(time.time() - (now - wait.since))),
         "step": steps.count,
         "hindrances": " ".join(list(hindrances.values())),
-        "seconds": now - wait.since,
-        "blocked_seconds": now - wait.blocked_since if is_blocked else 0.0,
-        "clock": time.strftime("%H:%M:%S", time.localtime(time.time() - (now - wait.since))),
     }
 
 
@@ -226,20 +222,11 @@ class StallAggregator:
     def _note_wait(self, sender: int, body: Body) -> None:
         if sender in self._lost:  # sent before it died
             return
-        now = time.monotonic()
-        self._waits[sender, body["number"]] = Waiting(
-            sender,
-            body["communicator"],
-            body["what"],
-            body["operation_number"],
-            body["part_of"],
-            tuple(body["missing"]),
-            now - body["seconds"],
-            now - body["blocked_seconds"] if body["blocked_seconds"] else 0.0,
-            body["clock"],
-            body["on_gpu"],
-            body["step"],
-            body["hindrances"],
+        now, wait = time.monotonic(), Waiting(sender, **body["wait"])
+        self._waits[sender, body["number"]] = wait._replace(
+            missing=tuple(wait.missing),
+            since=now - wait.since,
+            blocked_since=now - wait.blocked_since if wait.blocked_since else 0.0,
         )
 
     def awaits(self, rank: int, since: float) -> bool:

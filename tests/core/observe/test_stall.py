@@ -141,21 +141,20 @@ def aggregator(warning=30.0, abort=0.0):
 
 
 def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3, why=""):
-    body = {
-        "number": number,
+    wait = {
         "communicator": communicator,
         "what": what,
-        "operation_number": operation_number,
+        "number": operation_number,
         "part_of": "",
         "missing": missing,
-        "seconds": seconds,
-        "blocked_seconds": seconds,
+        "since": seconds,
+        "blocked_since": seconds,
         "clock": "12:00:00",
         "on_gpu": False,
         "step": 12,
         "hindrances": why,
     }
-    channel.receive(rank, "report_wait", body)
+    channel.receive(rank, "report_wait", {"number": number, "wait": wait})
 
 
 def crossed_waits(channel):
@@ -383,8 +382,9 @@ def test_a_wait_is_reported_when_it_lasts_and_when_it_ends(watch):
     watch.tick(time.monotonic())
     watch.tick(time.monotonic())
     ((rank, kind, body),) = channel.take()
-    assert (rank, kind, body["what"], body["missing"]) == (0, "report_wait", "ring: barrier()", (0,))
-    assert body["blocked_seconds"] >= 60
+    wait = body["wait"]
+    assert (rank, kind, wait["what"], wait["missing"]) == (0, "report_wait", "ring: barrier()", (0,))
+    assert wait["blocked_since"] >= 60
     del long_waits["test"]
     watch.tick(time.monotonic())
     assert channel.take() == [(0, "end_wait", {"number": body["number"]})]
