@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Sized
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -36,7 +36,6 @@ from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exception
 from ring_plugins.lightning.sync_batchnorm import for_device
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.broadcast import broadcast_parameters
-from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
@@ -184,7 +183,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and (self.is_distributed or self._skip_step_on):
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
             self._set_up.callback(self._averager.close)
-            self._averager.compare_options(_groups_of(self))
+            self._averager.compare_options(partial(_groups_of, self))
             self._shared_step = SharedStep(
                 self._averager, self.lightning_module.automatic_optimization, self._may_accumulate, self._skip_step_on
             )
@@ -371,15 +370,9 @@ class RingTrainerLogic(RingParallelLogic):
         return {**state, "_averager": None, "_shared_step": None, "_set_up": ExitStack()}
 
 
-def _groups_of(strategy: Any) -> Groups:
-    """The parameter groups of a strategy's optimizers, which this does not keep alive."""
-    reference = weakref.ref(strategy)
-
-    def groups() -> list[dict[str, Any]]:
-        found = reference()
-        return [group for optimizer in found.optimizers for group in optimizer.param_groups] if found else []
-
-    return groups
+def _groups_of(strategy: Any) -> list[dict[str, Any]]:
+    """The parameter groups of a strategy's optimizers."""
+    return [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
 
 
 check_calls({"RingStrategy": RingTrainerLogic}, ("RingStrategy",))

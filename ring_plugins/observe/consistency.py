@@ -22,6 +22,7 @@ RING_DRIFT_CHECK steps, if the user asks for it.
 from __future__ import annotations
 
 import hashlib
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ _BITS = 32
 COUNT = 2 * _BITS
 #: How many combinations of numbers are kept as arrays.
 _KEPT = 256
+_number_of = operator.attrgetter("number")
 #: Names and checksums of all weights, in an order that is equal on all ranks.
 Checksums = Callable[[], tuple[Sequence[str], Sequence[int]]]
 #: What ends errors about weights.
@@ -113,6 +115,11 @@ class Updates:
         """Note how many there are."""
         self.count, self.number = count, count % _COUNTED
 
+    def add(self) -> None:
+        """Note another one."""
+        self.count += 1
+        self.number = self.count % _COUNTED
+
     def say(self, communicator: Communicator[Any]) -> None:
         """See the protocol."""
         counts = communicator.all_gather_object(self.count, "numbers of updates")
@@ -170,6 +177,7 @@ class Checks:
         trained, place, updates: three of them.
         passes: how many the averager has ended since the ranks of the job last changed.
         is_due: whether the next pass compares weights; the same on all ranks.
+        may_change: whether ranks may be lost or join.
     """
 
     def __init__(self, place: Place = common_place) -> None:
@@ -177,13 +185,13 @@ class Checks:
         self.list: list[Check] = [self.trained, place, self.updates]
         self.passes, self.is_due = 0, False
         self._view = membership_changes()
-        self._may_change = is_initialized() and current().recovers
+        self.may_change = is_initialized() and current().recovers
         self._sent: tuple[int | None, ...] = ()
         self._known: dict[tuple[int | None, ...], Array] = {}
 
     def numbers(self) -> Array:
         """The control numbers of this rank: the same array while they are the same."""
-        self._sent = numbers = tuple([check.number for check in self.list])
+        self._sent = numbers = tuple(map(_number_of, self.list))
         known = self._known.get(numbers)
         if known is None:
             if len(self._known) >= _KEPT:
@@ -193,7 +201,7 @@ class Checks:
 
     def follow_members(self) -> None:
         """Begin to count anew if ranks were lost or have joined, which have counted nothing."""
-        if self._may_change and self._view != (view := membership_changes()):
+        if self._view != (view := membership_changes()):
             self._view, self.passes = view, 0
             self.updates.set(0)
             self.set_due(False)

@@ -27,12 +27,19 @@ from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
-from ring_plugins.torch.autograd import are_some_replaced, registrations, replaced
+from ring_plugins.torch.backward import Hooks
+from ring_plugins.torch.changes import (
+    Claim,
+    are_some_replaced,
+    is_claimed,
+    registrations,
+    rejection,
+    replaced,
+    still_there,
+)
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import TorchStreams, is_capturing
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
-from ring_plugins.torch.gradient_hooks import GradientHooks
-from ring_plugins.torch.ownership import Claim, is_claimed, rejection, still_there
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: How many sets are kept: adversarial training freezes one of two parts, in turn, twice a step.
@@ -40,7 +47,7 @@ _KEPT = 4
 #: Which parameters are trained: by position, whether it is not frozen.
 _Trained = tuple[bool, ...]
 #: Reads `requires_grad`, without a call in Python.
-_requires_grad = operator.attrgetter("requires_grad")
+requires_grad = operator.attrgetter("requires_grad")
 
 
 def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
@@ -69,13 +76,14 @@ class BucketSets:
         sizes: of all buckets.
         kept: by which parameters are trained.
         seen: by position which were not frozen when `current` looked.
+        holds: by position which take part though they may be frozen by now; empty for none.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[Named],
         communicator: Communicator[Any],
-        hooks: GradientHooks,
+        hooks: Hooks,
         streams: TorchStreams | None,
         sizes: BucketSizes,
         compression: Compression | None,
@@ -99,7 +107,7 @@ class BucketSets:
         self.seen: _Trained = ()
         self._order = ArrivalOrder()
         self._seen_registrations = 0
-        self._held: _Trained = ()
+        self.holds: _Trained = ()
         self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         communicator.buffers_belong_to(self)
@@ -123,35 +131,30 @@ class BucketSets:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.all_named():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
-        held = {parameter for parameter, is_held in zip(self.parameters, self._held, strict=False) if is_held}
+        held = {parameter for parameter, is_held in zip(self.parameters, self.holds, strict=False) if is_held}
         self.named = [(name, parameter) for parameter, name in names.items()]
         self.parameters, self.checks.weights.named = list(names), self.named
-        self._held = tuple(map(held.__contains__, names)) if held else ()
+        self.holds = tuple(map(held.__contains__, names)) if held else ()
         self._held_sets = set()
         self._order = ArrivalOrder()
         self._put_hooks()
 
     def hold_trained(self) -> None:
         """Let what is trained now take part in passes, frozen or not, until `let_go`: it has gradients of its own."""
-        trained = tuple(map(_requires_grad, self.parameters))
-        if self._held != trained:
+        trained = tuple(map(requires_grad, self.parameters))
+        if self.holds != trained:
             changes.note()
             self._held_sets.add(trained)
-            self._held = tuple(map(operator.or_, trained, self._held)) if self._held else trained
+            self.holds = tuple(map(operator.or_, trained, self.holds)) if self.holds else trained
 
     def let_go(self) -> None:
         """Let frozen parameters take no part again: all gradients are averages, or gone."""
-        self._held, self._held_sets = (), set()
+        self.holds, self._held_sets = (), set()
 
     @property
     def is_ordinary(self) -> bool:
         """Whether `current` would return the same buckets again while no change is noted and `seen` is what it was."""
-        return not (self._is_contested or self._held or are_some_replaced() or self._hooks.arrivals is not None)
-
-    @property
-    def are_frozen_alike(self) -> bool:
-        """Whether the same parameters are frozen as when `current` looked."""
-        return self.seen == tuple(map(_requires_grad, self.parameters))
+        return not (self._is_contested or self.holds or are_some_replaced() or self._hooks.arrivals is not None)
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
@@ -178,9 +181,9 @@ class BucketSets:
             RingError: another averager that is in use has some of the parameters.
         """
         self._take_registered()
-        self.seen = trained = tuple(map(_requires_grad, self.parameters))
-        if self._held and self._held != trained:
-            trained = tuple(map(operator.or_, trained, self._held))
+        self.seen = trained = tuple(map(requires_grad, self.parameters))
+        if self.holds and self.holds != trained:
+            trained = tuple(map(operator.or_, trained, self.holds))
         buckets = self.kept.get(trained)  # looked up once: it may be thousands of parameters
         if buckets is None:
             buckets = self._make(trained, passes)

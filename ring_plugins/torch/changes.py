@@ -1,14 +1,39 @@
-"""One number that grows whenever something happens that an ordinary training step does not do.
+"""What an ordinary training step does not do: averagers that share parameters, parameters that come or are replaced.
 
 An averager has to know, at the first gradient of each backward, whether another averager has taken its parameters,
 whether parameters were registered or replaced, whether ranks train other parameters, whether averaging has failed.
-Whatever file notices one of these calls `note`. An averager that has looked at all of them once, and found nothing,
-compares one number from then on.
+Whatever notices one of these calls `note`, which counts. An averager that has looked at all of them once, and found
+nothing, compares one number from then on.
+
+**Owners.** If a parameter had two averagers, one would read the gradient while the other averages it in place. An
+averager claims the parameters that it trains when it makes buckets for them. The claim ends with `close()`, or when the
+averager is gone. Hooks hold averagers weakly, so an averager that nobody refers to is gone at once, or when Python's
+garbage collector finds it, which happens at a different time on each rank.
+
+`optimizer = DistributedOptimizer(...)`, run twice, creates the newer averager while the older is still referenced. So a
+conflict is no error yet. It becomes one when the newer averager is first used and the older is, after a garbage
+collection, still alive on some rank. Until then the hooks of the older do nothing.
+
+**Registrations.** Walking through a model of thousands of parameters at every step would take milliseconds. Instead,
+torch calls hooks whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ring_plugins.core.base.errors import RingError, name_ranks
 
 _numbers = itertools.count(1)
 #: Of the last change in this process; no two changes have the same.
@@ -19,3 +44,188 @@ def note() -> None:
     """Note a change, of whatever kind; all averagers look again."""
     global last
     last = next(_numbers)  # also in several threads: who reads the last one has missed none
+
+
+# Owners ---------------------------------------------------------------------------------------------
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+_order = itertools.count()
+
+
+class Claim:
+    """The parameters that one averager trains.
+
+    Args:
+        name: of the averager, for error texts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._names: dict[int, str] = {}  # by identity: a parameter lives as long as an averager that trains it
+        self._order = -1
+        #: Whether a newer claim to some of these parameters has been made.
+        self.is_superseded = False
+
+    def take(self, parameters: Iterable[tuple[str, Any]]) -> None:
+        """Claim these parameters too; this claim is then newer than all others."""
+        self._names.update((id(parameter), name) for name, parameter in parameters)
+        self._order = next(_order)
+        _claims.add(self)
+        for claim in self.older():
+            claim.is_superseded = True
+        note()
+
+    def drop(self) -> None:
+        """Give all parameters up."""
+        self._names.clear()
+        _claims.discard(self)
+        note()
+
+    def has(self, parameter: Any) -> bool:
+        """Whether it is to this parameter, too."""
+        return id(parameter) in self._names
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it has no parameters any more."""
+        return not self._names
+
+    def older(self) -> list[Claim]:
+        """Older claims to some of these parameters."""
+        return [claim for claim in self._rivals() if claim._order < self._order]
+
+    def newer(self) -> list[Claim]:
+        """Newer claims to some of these parameters."""
+        return [claim for claim in self._rivals() if claim._order > self._order]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are claims besides this one, which has parameters."""
+        return len(_claims) > 1
+
+    def _rivals(self) -> list[Claim]:
+        if len(_claims) < 2:
+            return []
+        return [
+            claim for claim in list(_claims) if claim is not self and not claim._names.keys().isdisjoint(self._names)
+        ]
+
+    def conflict(self, rivals: Sequence[Claim]) -> str | None:
+        """What this and the first of the rivals share, as text; None without rivals."""
+        if not rivals:
+            return None
+        rival = rivals[0]
+        shared = [name for parameter, name in self._names.items() if parameter in rival._names]
+        more = f" and {len(shared) - 1} more parameters" if len(shared) > 1 else ""
+        return f"{rival.name} and {self.name} both average {shared[0]}{more}"
+
+
+def is_claimed(parameter: Any) -> bool:
+    """Whether some averager trains a parameter."""
+    return any(claim.has(parameter) for claim in list(_claims))
+
+
+def still_there(rivals: Sequence[Claim]) -> list[Claim]:
+    """Collect garbage, and return the claims that are left: those whose averagers are still referenced."""
+    if rivals:
+        gc.collect()
+    return [claim for claim in rivals if not claim.is_dropped]
+
+
+def rejection(conflicts: Sequence[str | None], ranks: Sequence[int]) -> RingError:
+    """The error for parameters with two averagers.
+
+    Args:
+        conflicts: by rank, what `Claim.conflict` says there.
+        ranks: the ranks' numbers.
+    """
+    where = [rank for rank, conflict in zip(ranks, conflicts, strict=True) if conflict]
+    first = next(conflict for conflict in conflicts if conflict)
+    return RingError(
+        f"{first} ({name_ranks(where)}). A parameter has one averager: give all parameters to one optimizer, or "
+        "close() the averager that is no longer needed, or drop the last reference to it."
+    )
+
+
+# Registrations --------------------------------------------------------------------------------------
+
+_registrations = 0
+
+
+class Replaced:
+    """An averager's parameter that a script has replaced in a module, which need not be the model that it trains.
+
+    Args:
+        old: the parameter, which requires a gradient.
+        new: what came instead, nothing if it is gone.
+
+    Attributes:
+        is_used: whether a gradient of the old one has come since.
+    """
+
+    def __init__(self, old: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
+        self.is_used = False
+        self._old, self._new = weakref.ref(old), [weakref.ref(one) for one in new]
+        # Comes before the hooks that average.
+        self._hook: Any = old.register_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        self.is_used = True
+
+    def new(self) -> list[torch.Tensor]:
+        """What came instead and is still there."""
+        return [one for reference in self._new if (one := reference()) is not None]
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether it tells about this parameter."""
+        return self._old() is parameter
+
+    def forget(self) -> None:
+        """Look at the parameter no longer."""
+        self._hook.remove()
+
+
+_replaced: dict[int, Replaced] = {}  # by identity
+
+
+def _note_registration(module: nn.Module, name: str, value: Any) -> None:
+    global _registrations
+    _registrations += 1
+    note()
+    before = vars(module).get("_parameters", {}).get(name)
+    before = vars(module).get("_modules", {}).get(name) if before is None else before
+    if before is value or (before is None and not _replaced):
+        return
+    new, old = _tensors(value), _tensors(before)
+    for one in itertools.chain(new, old):
+        if (known := _replaced.pop(id(one), None)) is not None:
+            known.forget()
+    for one in old:
+        if one.requires_grad and is_claimed(one) and all(one is not other for other in new):
+            _replaced[id(one)] = Replaced(one, new)
+
+
+def _tensors(registered: Any) -> list[torch.Tensor]:
+    if isinstance(registered, nn.Module):
+        return list(registered.parameters())
+    return [] if registered is None else [registered]
+
+
+def replaced(parameter: torch.Tensor) -> Replaced | None:
+    """What a script has put in place of a parameter, None if nothing."""
+    known = _replaced.get(id(parameter))
+    return known if known is not None and known.is_of(parameter) else None
+
+
+def are_some_replaced() -> bool:
+    """Whether any parameter of an averager was replaced."""
+    return bool(_replaced)
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
+
+
+def registrations() -> int:
+    """How many parameters and submodules have been registered with any module of this process so far."""
+    return _registrations

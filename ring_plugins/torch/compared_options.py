@@ -10,7 +10,6 @@ Values count as float32: hosts with different math libraries may compute schedul
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives.api import Communicator
@@ -48,7 +46,9 @@ class Options:
 
     def look(self) -> None:
         """Compute the number anew if a value has changed."""
-        given = [group.get(name) for group in self.groups() for name in _NAMES]
+        given: list[Any] = []
+        for group in self.groups():
+            given += map(group.get, _NAMES)
         if given == self._given:
             return
         #: Those whose values cannot change in place, so that equal ones need no other look.
@@ -136,12 +136,6 @@ def fixed_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
         }
         for group in groups
     ]
-
-
-def groups_of(optimizer: Optimizer) -> Groups:
-    """The parameter groups of an optimizer, which this does not keep alive."""
-    reference = weakref.ref(optimizer)
-    return lambda: () if (found := reference()) is None else found.param_groups
 
 
 def _is_fixed(value: Any) -> bool:

@@ -49,9 +49,9 @@ from ring_plugins.observe.consistency import (
     is_check_wanted,
     what_differs,
 )
+from ring_plugins.torch.changes import Claim, is_claimed
 from ring_plugins.torch.compared_options import Groups, Options, check_equal_options, fixed_options, other_options
 from ring_plugins.torch.device import is_capturing
-from ring_plugins.torch.ownership import Claim, is_claimed
 from ring_plugins.torch.tensor_memory import not_plain
 
 #: Passes after a change of the ranks in which weights are compared at once.
@@ -118,7 +118,8 @@ class TorchChecks(Checks):
 
     def numbers(self) -> Array:
         """The control numbers of this rank: the same array while they are the same."""
-        self.follow_members()
+        if self.may_change:
+            self.follow_members()
         self.options.look()
         if self.is_due or not self.passes:
             self.weights.look(self.passes)

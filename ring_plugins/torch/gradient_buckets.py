@@ -31,13 +31,12 @@ from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Overlap
 from ring_plugins.observe.consistency import COUNT, differ, listed
-from ring_plugins.torch.autograd import Replaced
+from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
-from ring_plugins.torch.ownership import Claim
 from ring_plugins.torch.saved_gradients import SavedGradients
 from ring_plugins.torch.sparse import average_sparse
 from ring_plugins.torch.tensor_memory import (
@@ -379,7 +378,9 @@ class GradientBuckets:
         if is_last and not (self._streams is not None and is_capturing()):
             if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
                 self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
-            self._checks.trained.take(self.trained, self._trained_checksum, self.noted)
+            trained = self._checks.trained
+            if trained.names is not self.trained or trained.noted != self.noted:
+                trained.take(self.trained, self._trained_checksum, self.noted)
             numbers = self._checks.numbers()
             if numbers is not self._written_options:
                 self._write_options(numbers)
@@ -451,7 +452,8 @@ class GradientBuckets:
             if self._half is not None:
                 self._half.unpack()
         finally:
-            self._held.give_back(self._absent)
+            if self._held.values or self._held.staying:
+                self._held.give_back(self._absent)
         told = self._read_control(at_once)
         if told is _NOTHING_TOLD and not self._sparse and not self._absent:
             self._checks.note_compared()

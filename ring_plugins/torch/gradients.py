@@ -43,13 +43,13 @@ from ring_plugins.core.world import (
     replaces,
 )
 from ring_plugins.torch import changes
-from ring_plugins.torch.autograd import Backward, current_task, no_callback
-from ring_plugins.torch.bucket_sets import BucketSets, named_parameters
+from ring_plugins.torch.backward import Group, Hooks, current_task, no_callback
+from ring_plugins.torch.bucket_sets import BucketSets, named_parameters, requires_grad
+from ring_plugins.torch.changes import Claim, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
-from ring_plugins.torch.gradient_hooks import GradientHooks, Group
 from ring_plugins.torch.own_gradients import (
     DroppedAverager,
     OwnGradients,
@@ -57,7 +57,6 @@ from ring_plugins.torch.own_gradients import (
     replaced_error,
     step_inside_backward,
 )
-from ring_plugins.torch.ownership import Claim, rejection, still_there
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.tensor_memory import are_pairs
 
@@ -155,8 +154,9 @@ class GradientAverager:
         self._passes_per_step, self._passes = passes_per_step, 0
         self._accumulates = False
         self._synchronizes, self._has_told_of_graphs = True, False
-        self._own = OwnGradients()
-        self._hooks = GradientHooks(self, self._streams)
+        #: What it knows of gradients that are not averaged.
+        self.own = OwnGradients(self)
+        self._hooks = Hooks(self, next(_order), self._streams)
         self._sets = BucketSets(
             *(model, self._communicator, self._hooks, self._streams, sizes, codec),
             gathers_sparse=sparse == "gather",
@@ -164,21 +164,20 @@ class GradientAverager:
         self._claim = self._sets.claim
         #: What ranks compare.
         self.checks: TorchChecks = self._sets.checks
-        kept = self._sets.kept  # not the sets: they refer to the model, which may refer to this object
-        self._finalizer = weakref.finalize(self, _discard, self._hooks, kept, self._communicator, self._claim)
+        # Not the sets: they refer to the model, which may refer to this object.
+        self._finalizer = weakref.finalize(self, _discard, self._hooks, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         self._skipping = SkippedSteps(self._communicator)
-        self._backward = Backward(next(_order), self, self._hooks)
         self._seen = -1  # the number of the last change when a look has found nothing unusual
-        #: Whether it averaged, and was closed.
-        self.is_closed = False
+        #: Whether it averaged, and was closed; and whether it averages in host memory.
+        self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far.
         self.steps = 0
         if self._communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self._communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
-                self._own.watch(self)
+                self.own.watch()
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
@@ -223,19 +222,9 @@ class GradientAverager:
         return self._communicator
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether it averages in host memory."""
-        return self._streams is None
-
-    @property
     def is_superseded(self) -> bool:
         """Whether a newer averager has some of the parameters."""
         return bool(self._claim.newer())
-
-    @property
-    def has_own_gradients(self) -> bool:
-        """Whether gradients have come since the last reduction."""
-        return self._own.present
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
@@ -266,11 +255,11 @@ class GradientAverager:
             MismatchError: other options of the optimizers differ.
         """
         self.checks.follow(groups, names or {}, None if self._buckets is None else self._communicator)
-        self._own.counts_updates = False
+        self.own.counts_updates = False
 
     def count_update(self) -> None:
         """Note that an optimizer has used the averages."""
-        self.checks.updates.set(self.checks.updates.count + 1)
+        self.checks.updates.add()
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -284,7 +273,7 @@ class GradientAverager:
         Raises:
             RingError: another averager that is in use has some of the parameters.
         """
-        if self._buckets is None or self._is_ordinary():
+        if self._is_ordinary():
             return False
         if (newer := self._claim.newer()) and (newer := still_there(newer)):
             raise rejection([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
@@ -296,24 +285,23 @@ class GradientAverager:
         An exception in a forward may end a step after some of its `passes_per_step`. They must not count for the next
         one, whose last passes would otherwise add this rank's own gradients to the averages.
         """
-        if self._backward.callback is no_callback or not self._backward.is_running:
+        if self._hooks.callback is no_callback or not self._hooks.is_running:
             self._passes = 0
 
     def forget_gradients(self) -> None:
-        """Note that there are no gradients any more."""
-        self.begin_step()
-        if self._own.present:
-            self._own.clear()
+        """As `begin_step`, where there are no gradients any more."""
+        if self.own.present:
+            self.own.clear()
             self._sets.let_go()
+        self.begin_step()
 
     def _is_ordinary(self) -> bool:
-        """Whether everything is as it was when a look found nothing unusual, so that there is no need for another."""
-        return (
+        """Whether there is no need to look: all is as when a look found nothing unusual, or nothing is averaged."""
+        return self._buckets is None or (
             self._seen == changes.last
-            and self._backward.callback is no_callback
-            and self._buckets is not None
+            and self._hooks.callback is no_callback
             and not self._buckets.reducer.is_under_way
-            and self._sets.are_frozen_alike
+            and self._sets.seen == tuple(map(requires_grad, self._sets.parameters))
         )
 
     def _prepare(self) -> bool:
@@ -336,9 +324,8 @@ class GradientAverager:
         if (
             torch.is_grad_enabled()
             and self._synchronizes
-            and self._buckets is not None
             and not self._is_ordinary()
-            and not self._backward.is_running
+            and not self._hooks.is_running
             and not self._claim.newer()
         ):
             self._prepare()
@@ -362,7 +349,7 @@ class GradientAverager:
             if self._claim.newer():
                 return False
             self._prepare()
-        self._own.present = True
+        self.own.present = True
         self._passes += 1
         self._accumulates = self._passes < self._passes_per_step
         if self._accumulates:
@@ -375,21 +362,20 @@ class GradientAverager:
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() once, on the sum."
             )
         # A backward inside another may add to a gradient again, so all are sent at the end, unless the last had none.
-        self._buckets.reducer.holds = self._backward.is_nested
-        self._backward.begin()
+        reducer = self._buckets.reducer
+        reducer.holds = self._hooks.is_nested
         if not self._accumulates:
-            self._buckets.reducer.begin()
-        counts = not self._accumulates and self._buckets.reducer.overlaps
-        self._hooks.start_counting(self._buckets, counts)
+            reducer.begin()
+        self._hooks.begin(self._buckets.bucket_of, counts=not self._accumulates and reducer.overlaps)
         return True
 
     def gradient_came(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it; for hooks."""
         if not self._synchronizes:
-            if self._own.come_in(current_task()):
+            if self.own.come_in(current_task()):
                 self._sets.hold_trained()
             return
-        if self._backward.callback() is None:  # autograd holds none: this is the first
+        if self._hooks.callback() is None:  # autograd holds none: this is the first
             if not self._begin():
                 return
             if self._hooks.arrivals is not None:
@@ -407,21 +393,21 @@ class GradientAverager:
             if buckets.reducer.has_left(group.bucket):
                 raise self._computed_twice(parameter)
             return
-        if current_task() != self._backward.task:
+        if current_task() != self._hooks.task:
             # Some of these gradients came from another backward, inside or around this one. They may come again.
-            self._backward.is_nested = buckets.reducer.holds = True
+            self._hooks.is_nested = buckets.reducer.holds = True
         buckets.reducer.mark_some_ready(group.bucket, len(group.positions), buckets.fill)
 
     def launch_rest(self) -> None:
-        """Launch what is left at the end of a backward, without waiting; for `Backward`."""
+        """Launch what is left at the end of a backward, without waiting; for hooks."""
         if self._buckets is not None and not self._accumulates:
             self._buckets.launch_rest()
 
     def end_backward(self) -> None:
-        """Handle the end of a backward; for `Backward`."""
+        """Handle the end of a backward; for hooks."""
         if self._accumulates:
-            self._backward.end()
-            self._own.note()
+            self._hooks.end()
+            self.own.note()
         elif self._buckets is not None:
             if self._seen != changes.last:
                 self._check_usable()
@@ -436,7 +422,7 @@ class GradientAverager:
         if self._buckets is None:
             return
         self._check_usable()
-        if not self._backward.is_running:
+        if not self._hooks.is_running:
             self.prepare()
         self._end_pass(None)
 
@@ -450,7 +436,7 @@ class GradientAverager:
             return
         if current_task() != -1:
             raise step_inside_backward(self._communicator.name)
-        if self._own.present and self._own.were_changed:
+        if self.own.present and self.own.were_changed:
             raise changed_before_average(self._communicator.name)
         self.finish()
 
@@ -462,12 +448,14 @@ class GradientAverager:
         """
         buckets = self._buckets
         assert buckets is not None
-        self._backward.end()
+        self._hooks.end()
         self._accumulates = False
-        if failure is not None or not self._own.sees_steps:
+        if failure is not None or not self.own.sees_steps:
             self._passes = 0  # else the step begins anew; passes before that are averaged, too
-        self._own.clear()
-        self._sets.let_go()
+        self.own.clear()
+        if self._sets.holds:
+            self._sets.let_go()
+        self._hooks.has_averaged = True
         try:
             members_change = self._complete(buckets, failure)
         except BaseException as error:
@@ -526,9 +514,9 @@ class GradientAverager:
 
     def _has_failed(self) -> bool:
         """Whether a pass began and neither ended nor goes on."""
-        if self._buckets is None or self._backward.is_running:
+        if self._buckets is None or self._hooks.is_running:
             return False
-        return self._backward.has_raised or self._buckets.reducer.is_under_way
+        return self._hooks.has_raised or self._buckets.reducer.is_under_way
 
     def abandon(self) -> None:
         """Get the ranks back in step after a backward that raised here; do nothing after one that did not.
@@ -662,7 +650,7 @@ class GradientAverager:
     def no_sync(self) -> Iterator[None]:
         """Let backward only accumulate this rank's gradients; the next backward outside averages the sum."""
         before, self._synchronizes = self._synchronizes, False
-        if self._buckets is not None and self._backward.is_running:
+        if self._buckets is not None and self._hooks.is_running:
             self._buckets.reducer.holds = True  # a backward inside another counts gradients that come again
         try:
             yield
@@ -695,7 +683,7 @@ class GradientAverager:
         If a backward raised here, and the script caught that, the ranks that wait for its gradients raise now. Not
         while an exception is being handled, as in Lightning's teardown: that one probably ends the job, and says more.
         """
-        if (self._has_failed() or self._backward.is_running) and sys.exc_info()[1] is None:
+        if (self._has_failed() or self._hooks.is_running) and sys.exc_info()[1] is None:
             cause = RingError("its averager was closed before the gradients were averaged")
             self._communicator.interrupt("a backward", cause)
         self._finalizer.detach()
@@ -712,22 +700,18 @@ def _check_passes(passes: Any) -> None:
         raise ArgumentError(f"passes_per_step={passes!r} is not a positive number.")
 
 
-def _discard(
-    hooks: GradientHooks, kept: dict[tuple[bool, ...], GradientBuckets], communicator: Communicator[Any], claim: Claim
-) -> None:
+def _discard(hooks: Hooks, communicator: Communicator[Any], claim: Claim) -> None:
     """Release what an averager had that nobody refers to any more; called at any moment, in any thread."""
-    has_averaged = any(buckets.reducer.passes for buckets in kept.values())
-    if kept and is_initialized() and not claim.is_superseded:
-        hooks.leave_behind(DroppedAverager(communicator.name, current()).note)
-    else:
-        hooks.remove()
-    claim.drop()
-    if kept and not has_averaged and not has_not_joined():
+    if hooks.groups and not hooks.has_averaged and not has_not_joined():
         logger.warning(
             f"{communicator.name}: the averager was dropped before it averaged anything; keep a reference to it, or "
             "use what DistributedOptimizer returns."
         )
-    kept.clear()
+    if hooks.groups and is_initialized() and not claim.is_superseded:
+        hooks.leave_behind(DroppedAverager(communicator.name, current()).note)
+    else:
+        hooks.remove()
+    claim.drop()
     communicator.discard()
 
 

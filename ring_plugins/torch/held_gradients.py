@@ -34,6 +34,10 @@ class HeldGradients:
         tensors: by bucket its memory, in which nobody else has a tensor yet.
         parameters: by entry.
         views: by entry the gradient's place in its bucket, None for those that are reduced in place.
+
+    Attributes:
+        values: by bucket and entry, what somebody holds.
+        staying: by entry, what gets the average and is `p.grad` again.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class HeldGradients:
     ) -> None:
         self._buckets, self._tensors, self._parameters, self._views = buckets, tensors, parameters, views
         self._uses = list(map(_uses_of, tensors))
-        self._values: dict[int, dict[int, torch.Tensor]] = {}  # by bucket and entry, what somebody holds
-        self._staying: dict[int, torch.Tensor] = {}  # by entry, what gets the average and is `p.grad` again
+        self.values: dict[int, dict[int, torch.Tensor]] = {}
+        self.staying: dict[int, torch.Tensor] = {}
 
     def keep(self, bucket: Bucket, entries: Sequence[int], views: Sequence[torch.Tensor], references: int) -> None:
         """Before a bucket is filled, copy what somebody else holds of it.
@@ -62,7 +66,7 @@ class HeldGradients:
             away = [view for i, view in zip(entries, views, strict=True) if self._parameters[i].grad is not view]
             if sum(map(sys.getrefcount, away)) == (references // len(views) + 1) * len(away):
                 return
-        self._values[bucket.index] = {
+        self.values[bucket.index] = {
             i: view.clone() for i, view in zip(entries, views, strict=True) if self._parameters[i].grad is not view
         }
 
@@ -82,25 +86,21 @@ class HeldGradients:
             return
         for i, gradient, count in zip(entries, gradients, references, strict=True):
             if gradient._version and (count > _REFERENCES_OF_GRADIENT or is_shared(gradient)):
-                self._staying[i] = gradient
+                self.staying[i] = gradient
 
     def note_direct(self, entry: int, gradient: torch.Tensor) -> None:
         """Note the same of a large gradient, of which a copy is reduced."""
         if gradient._version and is_shared(gradient):
-            self._staying[entry] = gradient
+            self.staying[entry] = gradient
 
+    @torch.no_grad()
     def give_back(self, absent: dict[int, torch.Tensor]) -> None:
         """After a pass, give everyone the values that they expect.
 
         Args:
             absent: averages of gradients that this rank does not have; those in memory that is given back are moved.
         """
-        if self._values or self._staying:
-            with torch.no_grad():
-                self._give_back(absent)
-
-    def _give_back(self, absent: dict[int, torch.Tensor]) -> None:
-        for values in self._values.values():
+        for values in self.values.values():
             for i, value in values.items():
                 view, parameter = self._views[i], self._parameters[i]
                 assert view is not None
@@ -109,10 +109,10 @@ class HeldGradients:
                 elif parameter.grad is view:
                     parameter.grad = memory_like(parameter).copy_(view)
                 view.copy_(value)
-        for i, gradient in self._staying.items():
+        for i, gradient in self.staying.items():
             if (average := self._parameters[i].grad) is not None:
                 self._parameters[i].grad = gradient.copy_(average)
-        self._values, self._staying = {}, {}
+        self.values, self.staying = {}, {}
 
 
 def references_of(count: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -17,12 +19,13 @@ from ring_plugins.core.gradients.fusion import BUCKET_BYTES
 from ring_plugins.core.world import constructed_by_all
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.observe.training import announce_training
-from ring_plugins.torch.compared_options import groups_of
 from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
+
+_params_of = operator.itemgetter("params")
 
 
 class _NoAverager:
@@ -121,7 +124,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named())
-            self.averager.compare_options(groups_of(self.optimizer), self._names)
+            self.averager.compare_options(partial(getattr, self.optimizer, "param_groups"), self._names)
             self.averager.checks.follow_others()
         except BaseException:
             if isinstance(self.optimizer, ShardedOptimizer):
@@ -134,7 +137,7 @@ class DistributedOptimizer(WrappedOptimizer):
         announce_training()
 
     def _optimized(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return list(itertools.chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Optimized parameters, in the order of the model where it is known: buckets rely on it for early starts."""
@@ -208,7 +211,7 @@ class DistributedOptimizer(WrappedOptimizer):
             result = self.optimizer.step()
         else:
             result = self.optimizer.step(self._averaged(closure))
-        self.averager.count_update()
+        self.averager.checks.updates.add()
         self._reductions_so_far = self.averager.steps
         if self._drift.every and not self._is_sharded:
             self._check_drift()
@@ -223,7 +226,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Without a reduction in this step, this takes part in those of ranks that ran a backward, if this one did not or
         only accumulated.
         """
-        if self.averager.steps == self._reductions_so_far or self.averager.has_own_gradients:
+        if self.averager.steps == self._reductions_so_far or self.averager.own.present:
             self.averager.average_before_step()
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:

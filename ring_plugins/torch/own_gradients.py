@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,10 +47,8 @@ class Averager(Protocol):
     """What is used of a `GradientAverager`."""
 
     is_closed: bool
+    is_on_host: bool
     steps: int
-
-    @property
-    def is_on_host(self) -> bool: ...
 
     @property
     def is_superseded(self) -> bool: ...
@@ -68,23 +66,25 @@ class Averager(Protocol):
 class OwnGradients:
     """What one averager knows of gradients that are not averaged.
 
+    Args:
+        averager: held weakly.
+
     Attributes:
         present: whether gradients have come since the last reduction.
         sees_steps: whether an optimizer that torch reports steps of updates the averager's parameters.
         counts_updates: whether these steps are the updates that ranks compare; if not, others count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, averager: Averager) -> None:
         self.present = self.sees_steps = False
         self.counts_updates = True
-        self._averager: Callable[[], Averager | None] = lambda: None
+        self._averager = weakref.ref(averager)
         self._task = -1
         self._noted: dict[int, int] = {}  # versions of the gradients after the last backward, by identity
         self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 
-    def watch(self, averager: Averager) -> None:
+    def watch(self) -> None:
         """Look at the steps of all optimizers from now on."""
-        self._averager = weakref.ref(averager)
         _watched.append(weakref.ref(self, _watched.remove))
         _register()
 

@@ -265,7 +265,6 @@ def test_weights_are_due_after_one_two_four_and_more_passes():
 def test_updates_are_counted_anew_when_ranks_have_joined(monkeypatch):
     """A process that takes a lost rank's place has made none of the updates that the others have made."""
     member, joiner = Checks(Place()), Checks(Place())
-    member._may_change = joiner._may_change = True
     member.updates.set(3)
     member.passes = 3
     shares = (member.numbers() + joiner.numbers()) / 2

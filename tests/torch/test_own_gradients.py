@@ -14,8 +14,8 @@ class Averager:
     def __init__(self):
         self.parameter = nn.Parameter(torch.ones(2))
         self.parameter.grad = torch.ones(2)
-        self.own = OwnGradients()
-        self.own.watch(self)
+        self.own = OwnGradients(self)
+        self.own.watch()
         self.steps, self.log = 1, []
 
     @property

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_plugins.core.control.wait import hindrances
-from ring_plugins.torch import autograd
-from ring_plugins.torch.autograd import Backward, registrations, when_accumulated
+from ring_plugins.torch import backward
+from ring_plugins.torch.backward import Hooks, when_accumulated
+from ring_plugins.torch.changes import registrations
 
 
 class Boom(torch.autograd.Function):
@@ -41,27 +42,35 @@ def test_integers_have_no_gradients():
     assert when_accumulated(nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), print) == []
 
 
+class CountedHooks(Hooks):
+    """Counts the ends of backwards."""
+
+    def __init__(self, averager, order):
+        super().__init__(averager, order, None)
+
+    def end(self, callback=None):
+        self.averager().ended += 1
+        super().end(callback)
+
+
 class Averager:
     """Writes down when its backward launches and finishes."""
 
     def __init__(self, log, order=0):
         self.log, self.name, self.ended = log, f"averager {order}", 0
-        self.backward = Backward(order, self, self)
+        self.hooks = CountedHooks(self, order)
 
     def launch_rest(self):
         self.log.append(("launch", self.name))
 
     def end_backward(self):
-        assert self.backward.is_running
-        self.backward.end()
+        assert self.hooks.is_running
+        self.hooks.end()
         self.log.append(("finish", self.name))
 
-    def stop_counting(self):
-        self.ended += 1
-
     def begin(self, _=None):
-        if not self.backward.is_running:
-            self.backward.begin()
+        if not self.hooks.is_running:
+            self.hooks.begin([], counts=False)
 
 
 def test_the_end_of_a_backward_is_reported_once():
@@ -70,7 +79,7 @@ def test_the_end_of_a_backward_is_reported_once():
     weight.register_post_accumulate_grad_hook(averager.begin)
     weight.sum().backward()
     assert averager.log == [("finish", "averager 0")]
-    assert not averager.backward.is_running
+    assert not averager.hooks.is_running
 
 
 def test_averagers_of_one_backward_launch_all_before_any_is_finished_in_their_order():
@@ -109,28 +118,28 @@ def test_backwards_inside_a_backward_end_with_it():
         x = torch.ones(1, 2, requires_grad=True)
         checkpoint(layers[2], checkpoint(inner, x, use_reentrant=True), use_reentrant=True).sum().backward()
         assert averager.log == [("finish", "averager 0")]
-        assert averager.backward.is_nested
+        assert averager.hooks.is_nested
     averager.log.clear()
     layers[0](torch.ones(1, 2)).sum().backward()
     assert len(averager.log) == 1
-    assert not averager.backward.is_nested
+    assert not averager.hooks.is_nested
 
 
 def test_a_backward_that_raised_is_not_running():
     averager = Averager([])
-    backward = averager.backward
+    hooks = averager.hooks
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    second.register_post_accumulate_grad_hook(lambda _: backward.begin())
+    second.register_post_accumulate_grad_hook(lambda _: hooks.begin([], counts=False))
     with pytest.raises(ValueError, match="boom"):
         (Boom.apply(first * 1.0) + second).sum().backward()
     gc.collect()
-    assert not backward.is_running
-    assert backward.callback() is None
+    assert not hooks.is_running
+    assert hooks.callback() is None
     assert averager.log == []
     assert averager.ended == 1
-    assert "a backward raised" in hindrances[backward]
-    backward.end()
-    assert backward not in hindrances
+    assert "a backward raised" in hindrances[hooks]
+    hooks.end()
+    assert hooks not in hindrances
 
 
 @pytest.mark.parametrize("method", ["begin", "end_backward"])
@@ -140,14 +149,14 @@ def test_a_backward_that_raised_is_over_even_if_the_error_is_kept(method, monkey
     weight = nn.Parameter(torch.ones(1))
     weight.register_post_accumulate_grad_hook(averager.begin)
     with monkeypatch.context() as patches:
-        where = (autograd._EndOfBackward, "request") if method == "begin" else (Averager, method)
+        where = (backward._EndOfBackward, "request") if method == "begin" else (Averager, method)
         patches.setattr(*where, lambda self: 1 / 0)
-        averager.backward = Backward(0, averager, averager)
+        averager.hooks = CountedHooks(averager, 0)
         with pytest.raises(ZeroDivisionError) as kept:
             weight.sum().backward()
-    assert averager.backward.has_raised
+    assert averager.hooks.has_raised
     assert averager.ended == 1
-    averager.backward = Backward(0, averager, averager)
+    averager.hooks = CountedHooks(averager, 0)
     weight.sum().backward()
     assert averager.log[-1:] == [("finish", "averager 0")]
     assert kept.traceback
@@ -163,9 +172,9 @@ def test_new_parameters_and_modules_are_counted():
 
 def test_backwards_in_several_threads_do_not_disturb_each_other():
     errors, ended = [], []
-    others = [autograd._EndOfBackward(Averager([]).backward) for _ in range(200)]  # which take their time to look at
+    others = [backward._EndOfBackward(Averager([]).hooks) for _ in range(200)]  # which take their time to look at
     for other in others:
-        autograd._pending.add(weakref.ref(other))
+        backward._pending.add(weakref.ref(other))
 
     def run():
         try:
