@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Sized
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +42,7 @@ from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 
+_groups_in = attrgetter("param_groups")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
@@ -267,11 +270,11 @@ class RingTrainerLogic(RingParallelLogic):
         assert self._averager is not None
         if self._drift.every and self._shard:
             self._check_drift(self._averager)  # before the step, which gives all ranks the same weights
-        skipped_before = self._averager.skipped_steps
+        skipped_before = self._averager.skipping.count
         result = self._shared_step.run(optimizer, closure, lambda one: step(optimizer, one, *args, **kwargs))
-        if not self.is_distributed or self._averager.skipped_steps > skipped_before:
+        if self._averager.skipping.count > skipped_before:
             return result
-        self._averager.count_update()
+        self._averager.checks.updates.add()
         if self._drift.every and not self._shard:
             self._check_drift(self._averager)
         return result
@@ -372,7 +375,7 @@ class RingTrainerLogic(RingParallelLogic):
 
 def _groups_of(strategy: Any) -> list[dict[str, Any]]:
     """The parameter groups of a strategy's optimizers."""
-    return [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+    return list(chain.from_iterable(map(_groups_in, strategy.optimizers)))
 
 
 check_calls({"RingStrategy": RingTrainerLogic}, ("RingStrategy",))

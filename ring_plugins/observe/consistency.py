@@ -42,15 +42,13 @@ from ring_plugins.core.world import current, is_initialized
 
 #: From here on, weights are compared after each so many steps.
 _MOST_BETWEEN = 1024
-#: After so many updates their count begins anew, so that the numbers are the same arrays again and again.
+#: After so many updates their count begins anew, so that the numbers are the same again and again.
 _COUNTED = 16
 #: How many names an error lists for each rank.
 _LISTED = 4
 #: Bits of a checksum, and the control numbers that tell whether it is the same on all ranks.
 _BITS = 32
 COUNT = 2 * _BITS
-#: How many combinations of numbers are kept as arrays.
-_KEPT = 256
 _number_of = operator.attrgetter("number")
 #: Names and checksums of all weights, in an order that is equal on all ranks.
 Checksums = Callable[[], tuple[Sequence[str], Sequence[int]]]
@@ -166,10 +164,18 @@ class Place:
 common_place = Place()
 
 
+class Job(Protocol):
+    """What counts the changes of a job's ranks; a `core.members.members.Elastic`."""
+
+    @property
+    def view(self) -> int: ...
+
+
 class Checks:
     """What the passes of one averager compare.
 
     Args:
+        job: counts how often its ranks have changed; None if they never do.
         place: where the script is.
 
     Attributes:
@@ -177,31 +183,23 @@ class Checks:
         trained, place, updates: three of them.
         passes: how many the averager has ended since the ranks of the job last changed.
         is_due: whether the next pass compares weights; the same on all ranks.
-        may_change: whether ranks may be lost or join.
     """
 
-    def __init__(self, place: Place = common_place) -> None:
+    def __init__(self, job: Job | None = None, place: Place = common_place) -> None:
         self.trained, self.place, self.updates = Trained(), place, Updates()
         self.list: list[Check] = [self.trained, place, self.updates]
         self.passes, self.is_due = 0, False
-        self._view = membership_changes()
-        self.may_change = is_initialized() and current().recovers
+        self._job, self._view = job, 0 if job is None else job.view
         self._sent: tuple[int | None, ...] = ()
-        self._known: dict[tuple[int | None, ...], Array] = {}
 
-    def numbers(self) -> Array:
-        """The control numbers of this rank: the same array while they are the same."""
-        self._sent = numbers = tuple(map(_number_of, self.list))
-        known = self._known.get(numbers)
-        if known is None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            known = self._known[numbers] = bits_of(zlib.crc32(repr(numbers).encode()))
-        return known
+    def number(self) -> int:
+        """A checksum of all numbers of this rank."""
+        self._sent = tuple(map(_number_of, self.list))
+        return zlib.crc32(repr(self._sent).encode())
 
     def follow_members(self) -> None:
         """Begin to count anew if ranks were lost or have joined, which have counted nothing."""
-        if self._view != (view := membership_changes()):
+        if self._job is not None and self._view != (view := self._job.view):
             self._view, self.passes = view, 0
             self.updates.set(0)
             self.set_due(False)
@@ -243,7 +241,7 @@ def differ(shares: Sequence[float]) -> bool:
     """Whether ranks differ.
 
     Args:
-        shares: the averages of all ranks' `numbers`; 0 for those that no rank has.
+        shares: the averages of all ranks' `bits_of`; 0 for those that no rank has.
     """
     return any(map(min, shares[:_BITS], shares[_BITS:]))
 

@@ -37,9 +37,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.base.errors import ArgumentError, DriftError
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.world import current
+from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import (
     SWITCH,
     Checks,
@@ -89,7 +88,7 @@ class TorchChecks(Checks):
     """
 
     def __init__(self, claim: Claim) -> None:
-        super().__init__()
+        super().__init__(current().elastic if is_initialized() and current().recovers else None)
         self.options = Options()
         self.weights = Weights(claim, self.options, self.updates)
         self._others: OtherOptimizers | None = None
@@ -116,16 +115,15 @@ class TorchChecks(Checks):
         self._others = OtherOptimizers(self.weights.names)
         self.list.append(self._others)
 
-    def numbers(self) -> Array:
-        """The control numbers of this rank: the same array while they are the same."""
-        if self.may_change:
-            self.follow_members()
+    def number(self) -> int:
+        """A checksum of all numbers of this rank."""
+        self.follow_members()
         self.options.look()
         if self.is_due or not self.passes:
             self.weights.look(self.passes)
             if self._others is not None:
                 self._others.look(self.passes)
-        return super().numbers()
+        return super().number()
 
     def set_due(self, is_due: bool) -> None:
         """Note whether the next pass compares weights."""
@@ -370,7 +368,8 @@ class RecoveryCheck:
 
     def __init__(self, communicator: Communicator[Any]) -> None:
         self._communicator = communicator
-        self._view, self._to_compare = current().elastic.view, 0
+        self._job = current()
+        self._view, self._to_compare = self._job.elastic.view, 0
 
     def begin_pass(self) -> bool:
         """Refuse to average before this process has joined the others; returns whether it wants ranks to change.
@@ -378,14 +377,13 @@ class RecoveryCheck:
         Raises:
             ArgumentError: it is to take the place of a lost rank, and has not joined.
         """
-        job = current()
-        if job.is_joining:
+        if self._job.is_joining:
             raise ArgumentError(
                 "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
                 'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
                 "its commit() after each step."
             )
-        return job.elastic.wants_change
+        return self._job.elastic.wants_change
 
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """If ranks were lost or joined since the last call or the one before, compare weights and averages.
@@ -398,7 +396,7 @@ class RecoveryCheck:
         Raises:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
-        view = current().elastic.view
+        view = self._job.elastic.view
         if view != self._view:
             self._view, self._to_compare = view, _AFTER_CHANGE
         if not self._to_compare:
@@ -411,4 +409,4 @@ class RecoveryCheck:
         )
         if found:
             raise DriftError(f"{found} Continue from a checkpoint.")
-        current().elastic.tell_changes()
+        self._job.elastic.tell_changes()

@@ -24,13 +24,12 @@ from ring_plugins.core.arrays.dtypes import STORAGE, Op
 from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, RingError
-from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Overlap
-from ring_plugins.observe.consistency import COUNT, differ, listed
+from ring_plugins.observe.consistency import COUNT, bits_of, differ, listed
 from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
 from ring_plugins.torch.consistency import TorchChecks
@@ -63,8 +62,8 @@ _CONTROL = _OPTIONS + COUNT
 _NOTHING_TOLD = (0.0,) * _CONTROL
 #: Element types whose memory numpy can show.
 _KNOWN_TO_NUMPY = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
-#: How many different options are kept as tensors.
-_OPTION_TENSORS = 32
+#: How many numbers' bits are kept as tensors.
+_KEPT_BITS = 32
 
 
 class Outcome(NamedTuple):
@@ -205,9 +204,8 @@ class GradientBuckets:
         flags = len(self.plan.buckets[-1].entries)
         self._control, self._usual_control = self._tails[-1][flags:], self._usual_tails[-1][flags:].zero_()
         self._usual_options = self._usual_control[_OPTIONS:]
-        self._written_options: object = None  # those there
-        #: The numbers that were written before, as tensors, by identity.
-        self._option_tensors: dict[int, tuple[Array, torch.Tensor]] = {}
+        self._written_number: int | None = None  # of `_checks`, there
+        self._bits: dict[int, torch.Tensor] = {}  # by number that was written before
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
         self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
@@ -381,9 +379,9 @@ class GradientBuckets:
             trained = self._checks.trained
             if trained.names is not self.trained or trained.noted != self.noted:
                 trained.take(self.trained, self._trained_checksum, self.noted)
-            numbers = self._checks.numbers()
-            if numbers is not self._written_options:
-                self._write_options(numbers)
+            number = self._checks.number()
+            if number != self._written_number:
+                self._write_number(number)
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         if is_last:
             if self._is_failing:
@@ -395,18 +393,17 @@ class GradientBuckets:
             if self.wants_change:
                 self._control[_CHANGE] = 1
 
-    def _write_options(self, options: Array) -> None:
-        self._written_options = options
-        known = self._option_tensors.get(id(options))
-        if known is None or known[0] is not options:
-            numbers = torch.from_numpy(options).to(self._usual_control.dtype)
+    def _write_number(self, number: int) -> None:
+        """Write the bits of a checksum that all ranks are to have."""
+        if (bits := self._bits.get(number)) is None:
+            bits = torch.from_numpy(bits_of(number)).to(self._usual_control.dtype)
             if self._late_control is not None and torch.cuda.is_available():
-                numbers = numbers.pin_memory()  # or the host would wait for the GPU
-            known = options, numbers
-            if len(self._option_tensors) >= _OPTION_TENSORS:
-                self._option_tensors.clear()
-            self._option_tensors[id(options)] = known
-        self._usual_options.copy_(known[1], non_blocking=True)
+                bits = bits.pin_memory()  # or the host would wait for the GPU
+            if len(self._bits) >= _KEPT_BITS:
+                self._bits.clear()
+            self._bits[number] = bits
+        self._usual_options.copy_(bits, non_blocking=True)
+        self._written_number = number
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""

@@ -167,7 +167,8 @@ class GradientAverager:
         # Not the sets: they refer to the model, which may refer to this object.
         self._finalizer = weakref.finalize(self, _discard, self._hooks, self._communicator, self._claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
-        self._skipping = SkippedSteps(self._communicator)
+        #: The steps that all ranks skip.
+        self.skipping = SkippedSteps(self._communicator)
         self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed; and whether it averages in host memory.
         self.is_closed, self.is_on_host = False, self._streams is None
@@ -199,7 +200,7 @@ class GradientAverager:
     @property
     def skipped_steps(self) -> int:
         """Steps that all ranks skipped."""
-        return self._skipping.count
+        return self.skipping.count
 
     @property
     def waited_seconds(self) -> float:
@@ -313,7 +314,7 @@ class GradientAverager:
         changed, self._buckets = buckets is not self._buckets, buckets
         self._sets.settle_ownership()
         # A GPU tells of other ranks only when it is asked.
-        is_ordinary = self._streams is None and self._skipping.is_ordinary and self._sets.is_ordinary
+        is_ordinary = self._streams is None and self.skipping.is_ordinary and self._sets.is_ordinary
         self._seen = last if is_ordinary and not self._claim.newer() else -1
         return changed
 
@@ -475,7 +476,7 @@ class GradientAverager:
         """
         if self._recovery is not None:
             buckets.wants_change = self._recovery.begin_pass()
-        at_once = self._skipping.step is not None or not buckets.is_ordered or self.checks.is_due
+        at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due
         try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except MismatchError as error:
@@ -483,7 +484,7 @@ class GradientAverager:
             raise
         if outcome.failed:
             self._passes = 0
-            self._skipping.decide(outcome.failed, failure, self._sets.parameters)
+            self.skipping.decide(outcome.failed, failure, self._sets.parameters)
             return False
         if self._recovery is not None:
             self._recovery.after_pass(self._sets.named)
@@ -508,9 +509,9 @@ class GradientAverager:
     # A backward that raised ---------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        self._skipping.check()
+        self.skipping.check()
         if self._buckets is not None and self._buckets.check_late():
-            self._skipping.give_up("on another rank")
+            self.skipping.give_up("on another rank")
 
     def _has_failed(self) -> bool:
         """Whether a pass began and neither ended nor goes on."""
@@ -556,10 +557,10 @@ class GradientAverager:
             ArgumentError: `exceptions` are not exceptions, or the block is inside another, or inside `no_sync()`.
             RingError: the block ended without averaging anything, so it was not a whole step.
         """
-        self._skipping.check_block(exceptions, self._synchronizes)
+        self.skipping.check_block(exceptions, self._synchronizes)
         self._check_usable()
         step, steps_before = SkippableStep(), self.steps
-        self._skipping.step, self._seen = step, -1
+        self.skipping.step, self._seen = step, -1
         try:
             yield step
             if self._buckets is not None and self.steps == steps_before and not step.skipped:
@@ -577,12 +578,12 @@ class GradientAverager:
                 raise
             self._skip(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         finally:
-            self._skipping.step = None
+            self.skipping.step = None
 
     def _skip(self, reason: str) -> None:
         """Skip the step on all ranks, because this one cannot compute its gradients."""
         if self._buckets is None:
-            self._skipping.skip_alone(reason, [parameter for _, parameter in self._sets.all_named()])
+            self.skipping.skip_alone(reason, [parameter for _, parameter in self._sets.all_named()])
             return
         with contextlib.suppress(StepSkipped):
             if not self._has_failed():
