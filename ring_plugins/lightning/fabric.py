@@ -141,7 +141,7 @@ class RingFabricLogic(RingParallelLogic):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         for _, averager in self._averagers.values():
-            averager.count_update()
+            averager.checks.updates.add()
         return result
 
     @override
@@ -149,7 +149,7 @@ class RingFabricLogic(RingParallelLogic):
         for _, averager in self._averagers.values():
             averager.check()
         for _, averager in self._averagers.values():
-            averager.compare_weights("before this checkpoint is saved")
+            averager.checks.weights.compare("before this checkpoint is saved", averager.communicator)
         super().save_checkpoint(*args, **kwargs)
 
     @override

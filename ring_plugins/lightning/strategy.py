@@ -282,6 +282,9 @@ class RingTrainerLogic(RingParallelLogic):
     def _check_drift(self, averager: GradientAverager) -> None:
         self._drift.after_step(lambda: parameter_checksums(averager.named_parameters), averager.communicator)
 
+    def _compare_weights(self, averager: GradientAverager, when: str) -> None:
+        averager.checks.weights.compare(when, averager.communicator)
+
     def _may_accumulate(self) -> bool:
         """Whether the step that is being computed may have gradients of batches before."""
         return self._accumulates or self._trainer.accumulate_grad_batches > 1
@@ -305,7 +308,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._averager.check()
             if self._averager.steps and not has_failed():
-                self._averager.compare_weights("before this checkpoint is saved")
+                self._compare_weights(self._averager, "before this checkpoint is saved")
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -317,7 +320,7 @@ class RingTrainerLogic(RingParallelLogic):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._averager is not None:
-            self._averager.compare_weights("when training ended")
+            self._compare_weights(self._averager, "when training ended")
         self._broadcast_all_buffers()
 
     @override

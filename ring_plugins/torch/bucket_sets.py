@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ring_plugins.core.arrays.codec import Compression
@@ -38,7 +39,7 @@ from ring_plugins.torch.changes import (
     still_there,
 )
 from ring_plugins.torch.consistency import TorchChecks
-from ring_plugins.torch.device import TorchStreams, is_capturing
+from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.sparse import sparse_parameters
 
@@ -46,6 +47,8 @@ from ring_plugins.torch.sparse import sparse_parameters
 _KEPT = 4
 #: Which parameters are trained: by position, whether it is not frozen.
 _Trained = tuple[bool, ...]
+#: How many averagers the job has had.
+_made = 0
 #: Reads `requires_grad`, without a call in Python.
 requires_grad = operator.attrgetter("requires_grad")
 
@@ -53,6 +56,42 @@ requires_grad = operator.attrgetter("requires_grad")
 def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
     """The (name, parameter) pairs of a module, or those that were listed."""
     return model.named_parameters() if isinstance(model, nn.Module) else model
+
+
+def communicator_for(named: Iterable[Named]) -> Communicator[Any]:
+    """A new communicator of all ranks, with a name of its own, for the device that the parameters are on; collective.
+
+    Raises:
+        ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
+        MismatchError: they are on the CPU on some ranks and on GPUs on others.
+    """
+    devices: dict[torch.device, Named] = {}
+    for name, parameter in named:
+        if not is_supported(parameter):
+            raise ArgumentError(
+                f"{name} is on {parameter.device}; ring_plugins averages in the memory of CPUs and of CUDA GPUs."
+            )
+        devices.setdefault(parameter.device, (name, parameter))
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, (name, _) in devices.items())
+        raise ArgumentError(
+            f"tensors lie on several devices: {places}. Each rank uses one; move the model there first."
+        )
+    _, example = next(iter(devices.values()), ("", torch.empty(0)))
+    world = current()
+    if world.topology.size == 1:
+        return world.new_communicator("gradients")
+    global _made
+    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made), "new averager"), strict=True)
+    _made = max(made) + 1
+    name = "gradients" if _made == 1 else f"gradients {_made}"
+    if len(set(kinds)) > 1:
+        raise MismatchError(
+            f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
+        )
+    if not is_on_gpu(example):
+        return world.new_communicator(name)
+    return world.new_device_communicator(name, index_of(example), streams(index_of(example)))
 
 
 class BucketSets:

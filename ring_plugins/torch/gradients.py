@@ -44,11 +44,11 @@ from ring_plugins.core.world import (
 )
 from ring_plugins.torch import changes
 from ring_plugins.torch.backward import Group, Hooks, current_task, no_callback
-from ring_plugins.torch.bucket_sets import BucketSets, named_parameters, requires_grad
+from ring_plugins.torch.bucket_sets import BucketSets, communicator_for, named_parameters, requires_grad
 from ring_plugins.torch.changes import Claim, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
-from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, memory_of, streams
+from ring_plugins.torch.device import TorchStreams, is_capturing, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.own_gradients import (
     DroppedAverager,
@@ -64,8 +64,6 @@ from ring_plugins.torch.tensor_memory import are_pairs
 _CONSTRUCTING = "the construction of a gradient averager"
 #: Places of averagers in the order in which they are finished: all ranks construct them in the same order.
 _order = itertools.count()
-#: How many averagers the job has had.
-_made = 0
 
 
 class GradientAverager:
@@ -140,15 +138,16 @@ class GradientAverager:
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
-            self._communicator = communicator or _communicator_for(named_parameters(model))
+            #: What reduces the gradients.
+            self.communicator: Communicator[Any] = communicator or communicator_for(named_parameters(model))
             self._recovery: RecoveryCheck | None = None
-            if self._communicator.recovers:
+            if self.communicator.recovers:
                 if tuning_is_wanted(autotune):
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
-                self._recovery = RecoveryCheck(self._communicator)
+                self._recovery = RecoveryCheck(self.communicator)
         self._streams: TorchStreams | None = None
-        if isinstance(self._communicator, DeviceCommunicator):
-            self._streams = streams(self._communicator.device)
+        if isinstance(self.communicator, DeviceCommunicator):
+            self._streams = streams(self.communicator.device)
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
@@ -158,32 +157,33 @@ class GradientAverager:
         self.own = OwnGradients(self)
         self._hooks = Hooks(self, next(_order), self._streams)
         self._sets = BucketSets(
-            *(model, self._communicator, self._hooks, self._streams, sizes, codec),
+            *(model, self.communicator, self._hooks, self._streams, sizes, codec),
             gathers_sparse=sparse == "gather",
         )
-        self._claim = self._sets.claim
+        #: To the parameters that it trains.
+        self.claim = self._sets.claim
         #: What ranks compare.
         self.checks: TorchChecks = self._sets.checks
         # Not the sets: they refer to the model, which may refer to this object.
-        self._finalizer = weakref.finalize(self, _discard, self._hooks, self._communicator, self._claim)
+        self._finalizer = weakref.finalize(self, _discard, self._hooks, self.communicator, self.claim)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         #: The steps that all ranks skip.
-        self.skipping = SkippedSteps(self._communicator)
+        self.skipping = SkippedSteps(self.communicator)
         self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed; and whether it averages in host memory.
         self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far.
         self.steps = 0
-        if self._communicator.size > 1 or communicator is not None or self._recovery is not None:
+        if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
-                with on_all_or_none(self._communicator, _CONSTRUCTING):
+                with on_all_or_none(self.communicator, _CONSTRUCTING):
                     self._buckets = self._first_buckets(overlap)
                 self.own.watch()
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
-            if self._communicator.broadcast_object(tuning_is_wanted(autotune), operation="GradientAverager"):
-                self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self._communicator)
+            if self.communicator.broadcast_object(tuning_is_wanted(autotune), operation="GradientAverager"):
+                self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self.communicator)
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
         """Collective. A GPU's streams always overlap."""
@@ -191,7 +191,7 @@ class GradientAverager:
             if replaces():  # a process that joins has seen none of the steps that "auto" measures
                 overlap = chosen_overlap(overlap) is True
             has_room = has_room_to_overlap(torch.get_num_threads())
-            self._sets.overlap = choose_overlap(overlap, has_room, self._communicator)
+            self._sets.overlap = choose_overlap(overlap, has_room, self.communicator)
         self._sets.take_parameters()
         return self._sets.current(self.steps)
 
@@ -216,16 +216,6 @@ class GradientAverager:
     def named_parameters(self) -> Sequence[Named]:
         """(name, parameter) pairs in the order in which ranks average them; a shared parameter once."""
         return self._sets.named
-
-    @property
-    def communicator(self) -> Communicator[Any]:
-        """What reduces the gradients."""
-        return self._communicator
-
-    @property
-    def is_superseded(self) -> bool:
-        """Whether a newer averager has some of the parameters."""
-        return bool(self._claim.newer())
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
@@ -255,12 +245,8 @@ class GradientAverager:
         Raises:
             MismatchError: other options of the optimizers differ.
         """
-        self.checks.follow(groups, names or {}, None if self._buckets is None else self._communicator)
+        self.checks.follow(groups, names or {}, None if self._buckets is None else self.communicator)
         self.own.counts_updates = False
-
-    def count_update(self) -> None:
-        """Note that an optimizer has used the averages."""
-        self.checks.updates.add()
 
     def prepare(self) -> bool:
         """Check whether parameters were frozen, unfrozen or added, and make new buckets if so (collective then).
@@ -276,8 +262,8 @@ class GradientAverager:
         """
         if self._is_ordinary():
             return False
-        if (newer := self._claim.newer()) and (newer := still_there(newer)):
-            raise rejection([newer[0].conflict([self._claim])], [self._communicator.ranks[self._communicator.rank]])
+        if (newer := self.claim.newer()) and (newer := still_there(newer)):
+            raise rejection([newer[0].conflict([self.claim])], [self.communicator.ranks[self.communicator.rank]])
         return self._prepare()
 
     def begin_step(self) -> None:
@@ -315,7 +301,7 @@ class GradientAverager:
         self._sets.settle_ownership()
         # A GPU tells of other ranks only when it is asked.
         is_ordinary = self._streams is None and self.skipping.is_ordinary and self._sets.is_ordinary
-        self._seen = last if is_ordinary and not self._claim.newer() else -1
+        self._seen = last if is_ordinary and not self.claim.newer() else -1
         return changed
 
     # A backward -------------------------------------------------------------------------------------
@@ -327,7 +313,7 @@ class GradientAverager:
             and self._synchronizes
             and not self._is_ordinary()
             and not self._hooks.is_running
-            and not self._claim.newer()
+            and not self.claim.newer()
         ):
             self._prepare()
 
@@ -347,7 +333,7 @@ class GradientAverager:
         if self._buckets is None:
             return False
         if not self._is_ordinary():
-            if self._claim.newer():
+            if self.claim.newer():
                 return False
             self._prepare()
         self.own.present = True
@@ -355,10 +341,10 @@ class GradientAverager:
         self._accumulates = self._passes < self._passes_per_step
         if self._accumulates:
             self._sets.hold_trained()
-        elif torch.is_grad_enabled() and self._communicator.rank == 0 and not self._has_told_of_graphs:
+        elif torch.is_grad_enabled() and self.communicator.rank == 0 and not self._has_told_of_graphs:
             self._has_told_of_graphs = True
             logger.warning(
-                f"{self._communicator.name}: backward(create_graph=True) was called, and averages have no graph, so a "
+                f"{self.communicator.name}: backward(create_graph=True) was called, and averages have no graph, so a "
                 "second derivative computed from p.grad is zero, or an error of torch. Take the first derivative by "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() once, on the sum."
             )
@@ -436,9 +422,9 @@ class GradientAverager:
         if self._buckets is None:
             return
         if current_task() != -1:
-            raise step_inside_backward(self._communicator.name)
+            raise step_inside_backward(self.communicator.name)
         if self.own.present and self.own.were_changed:
-            raise changed_before_average(self._communicator.name)
+            raise changed_before_average(self.communicator.name)
         self.finish()
 
     def _end_pass(self, failure: Failure | None) -> None:
@@ -462,7 +448,7 @@ class GradientAverager:
         except BaseException as error:
             if not isinstance(error, RingError) and not self._has_failed():
                 # The others have the averages by now and step, so this pass cannot be made up for.
-                self._communicator.interrupt("the end of a backward", error)
+                self.communicator.interrupt("the end of a backward", error)
             raise
         if members_change:
             current().elastic.change_members()
@@ -492,9 +478,9 @@ class GradientAverager:
             self._sets.leave_out(outcome.found_sparse)
         self.steps += 1
         if outcome.options_differ:
-            self.checks.say(self._communicator)
+            self.checks.say(self.communicator)
         if buckets.replaced and (names := self._sets.replaced_by_untrained(buckets)):
-            raise replaced_error(self._communicator.name, names)
+            raise replaced_error(self.communicator.name, names)
         captures = self._streams is not None and is_capturing()
         if self._hooks.arrivals is not None and not captures:
             if outcome.has_others:
@@ -607,17 +593,17 @@ class GradientAverager:
             error = ArgumentError(
                 f"the closure returned a loss of shape {tuple(loss.shape)}; return one number, such as loss.mean()."
             )
-            self._communicator.reject("averaging a loss", error)
+            self.communicator.reject("averaging a loss", error)
             raise error
         device = self._sets.parameters[0].device if self._sets.parameters else None
         values = torch.zeros(2, dtype=torch.float64, device=device)
         if loss is not None:
             values[0], values[1] = loss.detach().reshape(()) if is_tensor else float(loss), 1
-        self._communicator.all_reduce(memory_of(values), Op.AVERAGE)
+        self.communicator.all_reduce(memory_of(values), Op.AVERAGE)
         average, share_of_ranks = values.tolist()
-        if 0 < share_of_ranks < 1 - 0.5 / self._communicator.size:
+        if 0 < share_of_ranks < 1 - 0.5 / self.communicator.size:
             raise MismatchError(
-                f"the closure returned {'no' if loss is None else 'a'} loss on rank {self._communicator.rank}, unlike "
+                f"the closure returned {'no' if loss is None else 'a'} loss on rank {self.communicator.rank}, unlike "
                 "on other ranks; return the loss on all ranks."
             )
         if loss is None:
@@ -631,9 +617,9 @@ class GradientAverager:
         """
         if has_others:
             self._tuner = None
-            if self._communicator.rank == 0:
+            if self.communicator.rank == 0:
                 logger.warning(
-                    f"{self._communicator.name}: bucket sizes are not tuned, since this process has several averagers."
+                    f"{self.communicator.name}: bucket sizes are not tuned, since this process has several averagers."
                 )
             return
         if not self._sets.overlap.finished:
@@ -642,7 +628,7 @@ class GradientAverager:
         self._sets.resize(tuner.sizes)
         if tuner.finished:
             self._tuner = None
-            if self._communicator.rank == 0:
+            if self.communicator.rank == 0:
                 logger.info(f"tuned after {self.steps} steps: {tuner.summary}.")
 
     # Control ----------------------------------------------------------------------------------------
@@ -658,25 +644,13 @@ class GradientAverager:
         finally:
             self._synchronizes = before
 
-    def compare_weights(self, when: str) -> None:
-        """Compare the weights that this averager trains among all ranks; collective.
-
-        Args:
-            when: begins the text of the error, such as "before a checkpoint".
-
-        Raises:
-            DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
-        """
-        if self._buckets is not None:
-            self.checks.weights.compare(when, self._communicator)
-
     def check(self) -> None:
         """Raise if the failure of a rank made the last averages meaningless, which a GPU does not report.
 
         Call it before weights are saved; optimizer and strategy do when they are asked for their state.
         """
-        if isinstance(self._communicator, DeviceCommunicator):
-            self._communicator.check()
+        if isinstance(self.communicator, DeviceCommunicator):
+            self.communicator.check()
 
     def close(self) -> None:
         """Remove the hooks; gradients stay as they are. The object cannot be used afterwards.
@@ -686,14 +660,14 @@ class GradientAverager:
         """
         if (self._has_failed() or self._hooks.is_running) and sys.exc_info()[1] is None:
             cause = RingError("its averager was closed before the gradients were averaged")
-            self._communicator.interrupt("a backward", cause)
+            self.communicator.interrupt("a backward", cause)
         self._finalizer.detach()
         self._hooks.remove()
-        self._claim.drop()
+        self.claim.drop()
         self._sets.drop_all()
         self.is_closed = self.is_closed or self._buckets is not None
         self._buckets = None
-        self._communicator.close()
+        self.communicator.close()
 
 
 def _check_passes(passes: Any) -> None:
@@ -714,39 +688,3 @@ def _discard(hooks: Hooks, communicator: Communicator[Any], claim: Claim) -> Non
         hooks.remove()
     claim.drop()
     communicator.discard()
-
-
-def _communicator_for(named: Iterable[Named]) -> Communicator[Any]:
-    """A new communicator of all ranks, with a name of its own, for the device that the parameters are on; collective.
-
-    Raises:
-        ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
-        MismatchError: they are on the CPU on some ranks and on GPUs on others.
-    """
-    devices: dict[torch.device, Named] = {}
-    for name, parameter in named:
-        if not is_supported(parameter):
-            raise ArgumentError(
-                f"{name} is on {parameter.device}; ring_plugins averages in the memory of CPUs and of CUDA GPUs."
-            )
-        devices.setdefault(parameter.device, (name, parameter))
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on {device}" for device, (name, _) in devices.items())
-        raise ArgumentError(
-            f"tensors lie on several devices: {places}. Each rank uses one; move the model there first."
-        )
-    _, example = next(iter(devices.values()), ("", torch.empty(0)))
-    world = current()
-    if world.topology.size == 1:
-        return world.new_communicator("gradients")
-    global _made
-    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made), "new averager"), strict=True)
-    _made = max(made) + 1
-    name = "gradients" if _made == 1 else f"gradients {_made}"
-    if len(set(kinds)) > 1:
-        raise MismatchError(
-            f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
-        )
-    if not is_on_gpu(example):
-        return world.new_communicator(name)
-    return world.new_device_communicator(name, index_of(example), streams(index_of(example)))

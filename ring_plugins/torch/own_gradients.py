@@ -37,7 +37,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current, is_initialized
-from ring_plugins.observe.consistency import listed
+from ring_plugins.observe.consistency import Checks, listed
+from ring_plugins.torch.changes import Claim
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 _watched: list[weakref.ref[OwnGradients]] = []
@@ -46,12 +47,11 @@ _watched: list[weakref.ref[OwnGradients]] = []
 class Averager(Protocol):
     """What is used of a `GradientAverager`."""
 
+    checks: Checks
+    claim: Claim
     is_closed: bool
     is_on_host: bool
     steps: int
-
-    @property
-    def is_superseded(self) -> bool: ...
 
     @property
     def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]: ...
@@ -59,8 +59,6 @@ class Averager(Protocol):
     def average_before_step(self) -> None: ...
 
     def begin_step(self) -> None: ...
-
-    def count_update(self) -> None: ...
 
 
 class OwnGradients:
@@ -140,14 +138,14 @@ class OwnGradients:
         # Where nothing was reduced, the script has assigned gradients. Not on GPUs, where a graph that was captured may
         # have reduced.
         is_assigned = last.reductions == averager.steps and averager.is_on_host and last.first != _first(last.updated)
-        if (self.present or is_assigned) and not averager.is_superseded:
+        if (self.present or is_assigned) and not averager.claim.newer():
             averager.average_before_step()
         if not is_step:
             return
         averager.begin_step()
         self.sees_steps = True
         if self.counts_updates:
-            averager.count_update()
+            averager.checks.updates.add()
         last.reductions, last.first = averager.steps, _first(last.updated)
 
 

@@ -120,6 +120,6 @@ def test_an_averager_that_is_dropped_unused_is_reported_unless_the_process_never
 ):
     """As a process that was to take a lost rank's place ends, when the others have ended."""
     monkeypatch.setattr(gradients, "has_not_joined", lambda: has_not_joined)
-    nothing = SimpleNamespace(name="gradients", remove=list, drop=list, discard=list, reducer=SimpleNamespace(passes=0))
-    gradients._discard(nothing, {(): nothing}, nothing, nothing)
+    nothing = SimpleNamespace(name="gradients", remove=list, drop=list, discard=list, groups=[()], has_averaged=False)
+    gradients._discard(nothing, nothing, nothing)
     assert ("the averager was dropped before it averaged anything" in capsys.readouterr().err) != has_not_joined

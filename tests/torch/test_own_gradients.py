@@ -1,5 +1,7 @@
 """Gradients that are only this rank's are averaged before an optimizer uses them; a fake averager counts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,13 +10,20 @@ from ring_plugins.torch import own_gradients
 from ring_plugins.torch.own_gradients import OwnGradients
 
 
+class Claim:
+    is_superseded = False
+
+    def newer(self):
+        return [self] if self.is_superseded else []
+
+
 class Averager:
-    is_closed, is_on_host, is_superseded = False, True, False
+    is_closed, is_on_host = False, True
 
     def __init__(self):
         self.parameter = nn.Parameter(torch.ones(2))
         self.parameter.grad = torch.ones(2)
-        self.own = OwnGradients(self)
+        self.own, self.claim = OwnGradients(self), Claim()
         self.own.watch()
         self.steps, self.log = 1, []
 
@@ -30,8 +39,9 @@ class Averager:
     def begin_step(self):
         self.log.append("begin")
 
-    def count_update(self):
-        self.log.append("update")
+    @property
+    def checks(self):
+        return SimpleNamespace(updates=SimpleNamespace(add=lambda: self.log.append("update")))
 
 
 @pytest.fixture
@@ -89,7 +99,7 @@ def test_a_scaler_looks_at_averages_and_makes_no_step(averager):
 @pytest.mark.parametrize("change", ["is_closed", "is_superseded"])
 def test_an_averager_that_is_closed_or_superseded_averages_nothing(averager, change):
     averager.own.present = True
-    setattr(averager, change, True)
+    setattr(averager.claim if change == "is_superseded" else averager, change, True)
     averager.sgd.step()
     assert not any(one.startswith("average") for one in averager.log)
 
