@@ -47,11 +47,13 @@ _watched: list[weakref.ref[OwnGradients]] = []
 class Averager(Protocol):
     """What is used of a `GradientAverager`."""
 
-    checks: Checks
     claim: Claim
     is_closed: bool
     is_on_host: bool
     steps: int
+
+    @property
+    def checks(self) -> Checks: ...
 
     @property
     def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]: ...
