@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from ring_plugins.core.control.wait import hindrances
 from ring_plugins.torch.device import TorchStreams
 from ring_plugins.torch.gradient_buckets import GradientBuckets
-from ring_plugins.torch.own_gradients import forget_dropped
+from ring_plugins.torch.own_gradients import DroppedAverager, forget_dropped
 
 #: The count of a group whose gradients nobody counts.
 _UNCOUNTED = 1 << 62
@@ -139,13 +139,13 @@ class Hooks:
         self._handles_of_groups.clear()
         self.groups.clear()
 
-    def leave_behind(self, call: Callable[[torch.Tensor], None]) -> None:
-        """From now on, call a function with every parameter that gets a gradient: the averager is gone."""
+    def leave_behind(self, dropped: DroppedAverager) -> None:
+        """From now on, tell what the averager left of every parameter that gets a gradient: the averager is gone."""
         groups, handles = self.groups.copy(), self._handles_of_groups.copy()
         self._handles_of_groups.clear()
         self.remove()
         for group in groups if handles else ():
-            group.left, group.when_dropped = 0, call
+            group.left, group.dropped = 0, dropped
 
     def fit(self, buckets: GradientBuckets) -> bool:
         """Whether the parameters of each group are in one of these buckets."""
@@ -230,15 +230,15 @@ class Group:
     Attributes:
         left: gradients that have not come in this pass.
         bucket: theirs in this pass, -1 for parameters that the reducer does not know.
-        when_dropped: called with a parameter that gets a gradient when the averager is gone.
+        dropped: what the averager left when it was dropped.
     """
 
-    __slots__ = ("_averager", "bucket", "left", "positions", "when_dropped")
+    __slots__ = ("_averager", "bucket", "dropped", "left", "positions")
 
     def __init__(self, averager: weakref.ref[Averager], positions: Sequence[int]) -> None:
         self._averager, self.positions = averager, tuple(positions)
         self.left, self.bucket = 0, -1
-        self.when_dropped: Callable[[torch.Tensor], None] | None = None
+        self.dropped: DroppedAverager | None = None
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self.left = left = self.left - 1
@@ -246,8 +246,8 @@ class Group:
             return
         if (averager := self._averager()) is not None:
             averager.gradient_came(self, parameter)
-        elif self.when_dropped is not None:
-            self.when_dropped(parameter)
+        elif self.dropped is not None:
+            self.dropped.note(parameter)
 
 
 class _GroupOnGpu(Group):
@@ -301,8 +301,8 @@ def retire(parameter: torch.Tensor) -> None:
     forget_dropped(parameter)
     # torch 2.4 to 2.13: hooks by the number that their handle has, or None.
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        if isinstance(hook, Group) and hook.when_dropped is not None:
-            hook.left, hook.when_dropped = _UNCOUNTED, None
+        if isinstance(hook, Group) and hook.dropped is not None:
+            hook.left, hook.dropped = _UNCOUNTED, None
 
 
 class _EndOfBackward:

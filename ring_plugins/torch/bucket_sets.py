@@ -7,12 +7,11 @@ buckets that were made in that order.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +106,8 @@ class BucketSets:
         gathers_sparse: whether sparse gradients are gathered; if not, they are made dense.
 
     Attributes:
+        model: as given.
+        sparse: parameters whose gradients are gathered as sparse rows.
         named: (name, parameter) pairs that the hooks are on; a shared parameter once, by its first name.
         parameters: of `named`.
         claim: to the parameters that were ever trained.
@@ -128,12 +129,12 @@ class BucketSets:
         compression: Compression | None,
         gathers_sparse: bool,
     ) -> None:
-        self._model, self._communicator, self._hooks, self._streams = model, communicator, hooks, streams
+        self.model, self._communicator, self._hooks, self._streams = model, communicator, hooks, streams
         self.sizes, self._compression, self._gathers_sparse = sizes, compression, gathers_sparse
-        self._sparse = set[nn.Parameter]()
+        self.sparse = set[nn.Parameter]()
         if isinstance(model, nn.Module) and gathers_sparse:
-            self._sparse = sparse_parameters(model)
-        if self._sparse and communicator.recovers:
+            self.sparse = sparse_parameters(model)
+        if self.sparse and communicator.recovers:
             current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
@@ -155,11 +156,7 @@ class BucketSets:
 
     def all_named(self) -> Iterable[Named]:
         """The (name, parameter) pairs of the model as it is now."""
-        return named_parameters(self._model)
-
-    def replace_list(self, named: Sequence[Named]) -> None:
-        """Replace the (name, parameter) pairs given at construction."""
-        self._model = named
+        return named_parameters(self.model)
 
     def take_parameters(self) -> None:
         """Drop all buckets, and put hooks on the parameters that the model has now."""
@@ -197,13 +194,13 @@ class BucketSets:
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
-        if isinstance(self._model, nn.Module) and registrations() != self._seen_registrations:
+        if isinstance(self.model, nn.Module) and registrations() != self._seen_registrations:
             self._seen_registrations = registrations()
-            if [id(p) for p in self._model.parameters()] != [id(p) for p in self.parameters]:
+            if [id(p) for p in self.model.parameters()] != [id(p) for p in self.parameters]:
                 self.take_parameters()
 
     def _put_hooks(self) -> None:
-        module = self._model if isinstance(self._model, nn.Module) else None
+        module = self.model if isinstance(self.model, nn.Module) else None
         self._hooks.put(self.parameters, self.kept.values(), module)
 
     # Buckets ----------------------------------------------------------------------------------------
@@ -259,21 +256,22 @@ class BucketSets:
         if len(self.kept) >= _KEPT:
             self._drop(next(iter(self.kept)))
         order = self._order.of(_positions(trained))
-        with rejections_told(self._communicator, "making buckets"), self._changes_named(trained):
+        with rejections_told(self._communicator, "making buckets"):
             if self._streams is not None and is_capturing():
                 raise ArgumentError(
                     f"{self._communicator.name}: buckets would be made while a CUDA graph is being captured. Run "
                     "two ordinary steps with the same parameters before the capture: the first shows in which "
                     "order gradients come, the second makes the buckets for that order."
                 )
-            self.kept[trained] = buckets = GradientBuckets(
-                *(self.named, self._communicator, self.sizes, self._compression, self._sparse),
-                self._gathers_sparse,
-                order,
-                self.overlap,
-                self.checks,
-                trained,
-            )
+            try:
+                buckets = GradientBuckets(
+                    *(self.named, self._communicator, self.sizes, self._compression, self.sparse),
+                    *(self._gathers_sparse, order, self.overlap, self.checks, trained),
+                )
+            except MismatchError as error:
+                self.explain(error, trained)
+                raise
+        self.kept[trained] = buckets
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too
         self.claim.take(itertools.compress(self.named, trained))
         conflict = self.claim.conflict(self.claim.older())
@@ -282,38 +280,27 @@ class BucketSets:
             self._put_hooks()
         return buckets
 
-    @contextlib.contextmanager
-    def _changes_named(self, trained: _Trained) -> Iterator[None]:
-        """Say in a `MismatchError` what this rank has frozen or unfrozen, which the others may not have."""
-        try:
-            yield
-        except MismatchError as error:
-            before = next(reversed(self.kept), None)
-            if before is None or len(before) != len(trained):
-                raise
-            found = [
-                f"{self.named[i][0]} was {'unfrozen' if now else 'frozen'}"
-                for i, (then, now) in enumerate(zip(before, trained, strict=True))
-                if then != now
-            ]
-            more = f" and {len(found) - 1} other changes" if len(found) > 1 else ""
-            text = (
-                f"{error} This rank makes new buckets, since {found[0]}{more} (requires_grad). Freeze and unfreeze the "
-                "same parameters on all ranks, between the same two steps."
-            )
-            error.args = (text,)  # what has been told to other ranks about it stays
-            raise
+    def explain(self, error: MismatchError, trained: Sequence[bool]) -> None:
+        """Say in an error what this rank has frozen or unfrozen, which the others may not have.
 
-    def name_turns(self, error: MismatchError, buckets: GradientBuckets) -> None:
-        """Say in the error of a pass what this rank trains, if the parts of the model take turns."""
-        if len(self.kept) > 1 and buckets.trained:
-            first, more = buckets.trained[0], len(buckets.trained) - 1
-            text = (
-                f"{error} This rank trains {first}{f' and {more} more' if more else ''} in this step, and has "
-                "trained other parameters before. Freeze and unfreeze (requires_grad) the same parameters on all "
-                "ranks, between the same two steps."
-            )
-            error.args = (text,)
+        Args:
+            error: of a pass, or of making buckets.
+            trained: by position which parameters take part in it.
+        """
+        before = next((one for one in reversed(self.kept) if one != trained and len(one) == len(trained)), None)
+        if before is None:
+            return
+        found = [
+            f"{name} was {'unfrozen' if now else 'frozen'}"
+            for (name, _), then, now in zip(self.named, before, trained, strict=True)
+            if then != now
+        ]
+        more = f" and {len(found) - 1} other changes" if len(found) > 1 else ""
+        text = (
+            f"{error} This rank has other buckets than before, since {found[0]}{more} (requires_grad). Freeze and "
+            "unfreeze the same parameters on all ranks, between the same two steps."
+        )
+        error.args = (text,)  # what has been told to other ranks about it stays
 
     def settle_ownership(self) -> None:
         """Take over from older averagers of these parameters if they are gone on all ranks; collective then.
@@ -341,11 +328,6 @@ class BucketSets:
         buckets.is_ordered = buckets.fills_as(order)
         if not buckets.is_ordered:
             self._drop(trained)
-
-    def leave_out(self, sparse: Sequence[nn.Parameter]) -> None:
-        """Gather the gradients of these parameters as sparse rows from the next backward on."""
-        self._sparse.update(sparse)
-        self.drop_all()
 
     def resize(self, sizes: BucketSizes) -> None:
         """Make buckets of other sizes from the next backward on."""

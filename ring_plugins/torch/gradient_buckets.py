@@ -37,7 +37,7 @@ from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.held_gradients import HeldGradients, references_of
 from ring_plugins.torch.saved_gradients import SavedGradients
-from ring_plugins.torch.sparse import average_sparse
+from ring_plugins.torch.sparse import average_mixed, average_sparse
 from ring_plugins.torch.tensor_memory import (
     check_plain,
     dense_memory,
@@ -121,6 +121,7 @@ class GradientBuckets:
         is_trained: by position in `named` whether the parameter takes part; by default those that are not frozen.
 
     Attributes:
+        is_trained: as given.
         reducer: launches the buckets.
         entries, bucket_of: by position in `named` the entry of the plan, and its bucket; -1 for parameters that the
             reducer does not know.
@@ -158,7 +159,8 @@ class GradientBuckets:
         self.has_others, self.wants_change, self.replaced, self.noted = False, False, dict[str, Replaced](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
-        trained = list(itertools.compress(range(len(named)), is_trained or [p.requires_grad for _, p in named]))
+        self.is_trained = is_trained or [p.requires_grad for _, p in named]
+        trained = list(itertools.compress(range(len(named)), self.is_trained))
         positions = [position for position in trained if named[position][1] not in known_sparse]
         self._sparse = [named[position][1] for position in trained if named[position][1] in known_sparse]
         self.entries = [-1] * len(named)
@@ -203,7 +205,6 @@ class GradientBuckets:
         self._usual_tails = [torch.ones_like(tail) for tail in self._tails]
         flags = len(self.plan.buckets[-1].entries)
         self._control, self._usual_control = self._tails[-1][flags:], self._usual_tails[-1][flags:].zero_()
-        self._usual_options = self._usual_control[_OPTIONS:]
         self._written_number: int | None = None  # of `_checks`, there
         self._bits: dict[int, torch.Tensor] = {}  # by number that was written before
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
@@ -402,7 +403,7 @@ class GradientBuckets:
             if len(self._bits) >= _KEPT_BITS:
                 self._bits.clear()
             self._bits[number] = bits
-        self._usual_options.copy_(bits, non_blocking=True)
+        self._usual_control[_OPTIONS:].copy_(bits, non_blocking=True)
         self._written_number = number
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -463,7 +464,10 @@ class GradientBuckets:
             for parameter in self._sparse:
                 average_sparse(parameter, self._communicator)
         self._wait_for_sparse()
-        found = self._agree_on_sparse() if any_sparse else []
+        found = list[int]()
+        if any_sparse:
+            by_rank = self._communicator.all_gather_object(sorted(self._found_sparse), "sparse gradients")
+            found, self._found_sparse = sorted(set().union(*by_rank)), set()
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
         self._checks.note_compared()
@@ -541,7 +545,10 @@ class GradientBuckets:
         """
         absent, self._absent = self._absent, {}
         for i in found_sparse:
-            self._add_sparse(i, absent.pop(i, None))
+            bucket = self.plan.buckets[self.reducer.bucket_of[i]]
+            flag = float(self._flags[bucket.index][bucket.entries.index(i)].real)
+            is_dense_somewhere = flag > self._any_rank_has_it
+            average_mixed(self.parameters[i], absent.pop(i, None), is_dense_somewhere, self._communicator)
         if not absent:
             return
         buckets = [bucket for bucket in self.plan.buckets if not absent.keys().isdisjoint(bucket.entries)]
@@ -558,30 +565,6 @@ class GradientBuckets:
         for i, flag in zip(entries, values, strict=True):
             if i in absent and flag > self._any_rank_has_it:
                 self.parameters[i].grad = absent[i]
-
-    def _add_sparse(self, i: int, absent: torch.Tensor | None) -> None:
-        """Average a gradient that is sparse on some ranks, and perhaps dense on others; it is sparse then.
-
-        Args:
-            i: the entry.
-            absent: the average of the dense gradients, on a rank that has none itself.
-        """
-        parameter = self.parameters[i]
-        dense = parameter.grad if absent is None else absent
-        if absent is None:
-            parameter.grad = None  # it has no rows to add
-        average_sparse(parameter, self._communicator)
-        bucket = next(bucket for bucket in self.plan.buckets if i in bucket.entries)
-        is_dense_somewhere = float(self._flags[bucket.index][bucket.entries.index(i)].real) > self._any_rank_has_it
-        if is_dense_somewhere and dense is not None and parameter.grad is not None:
-            rows = dense.detach().to_sparse(parameter.grad.sparse_dim())
-            parameter.grad = (parameter.grad + rows).coalesce()
-
-    def _agree_on_sparse(self) -> list[int]:
-        """The entries for which some rank has a sparse gradient."""
-        by_rank = self._communicator.all_gather_object(sorted(self._found_sparse), "sparse gradients")
-        self._found_sparse = set()
-        return sorted({i for found in by_rank for i in found})
 
     def _scratch(self, bucket: Bucket) -> list[Memory]:
         """Memory of the direct gradients' sizes, in place of gradients that may not exist; all share it."""

@@ -219,7 +219,7 @@ class GradientAverager:
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
         """Replace the list given at construction."""
-        self._sets.replace_list(list(parameters))
+        self._sets.model = list(parameters)
         if self._buckets is not None:
             self._sets.take_parameters()
 
@@ -466,7 +466,7 @@ class GradientAverager:
         try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except MismatchError as error:
-            self._sets.name_turns(error, buckets)
+            self._sets.explain(error, buckets.is_trained)
             raise
         if outcome.failed:
             self._passes = 0
@@ -475,7 +475,8 @@ class GradientAverager:
         if self._recovery is not None:
             self._recovery.after_pass(self._sets.named)
         if outcome.found_sparse:
-            self._sets.leave_out(outcome.found_sparse)
+            self._sets.sparse.update(outcome.found_sparse)
+            self._sets.drop_all()
         self.steps += 1
         if outcome.options_differ:
             self.checks.say(self.communicator)
@@ -683,7 +684,7 @@ def _discard(hooks: Hooks, communicator: Communicator[Any], claim: Claim) -> Non
             "use what DistributedOptimizer returns."
         )
     if hooks.groups and is_initialized() and not claim.is_superseded:
-        hooks.leave_behind(DroppedAverager(communicator.name, current()).note)
+        hooks.leave_behind(DroppedAverager(communicator.name, current()))
     else:
         hooks.remove()
     claim.drop()

@@ -101,8 +101,7 @@ class OwnGradients:
         """
         if is_first := task != self._task:
             self.present, self._task, self._noted = True, task, {}
-            note = weakref.WeakMethod(self.note)
-            Variable._execution_engine.queue_callback(lambda: None if (found := note()) is None else found())
+            Variable._execution_engine.queue_callback(self.note)
         return is_first
 
     def note(self) -> None:

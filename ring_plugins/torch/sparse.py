@@ -58,5 +58,25 @@ def average_sparse(parameter: nn.Parameter, communicator: Communicator[Any]) -> 
     parameter.grad = summed.coalesce()
 
 
+def average_mixed(
+    parameter: nn.Parameter, absent: torch.Tensor | None, is_dense_somewhere: bool, communicator: Communicator[Any]
+) -> None:
+    """Average a gradient that is sparse on some ranks, and perhaps dense on others; it is sparse then. Collective.
+
+    Args:
+        parameter: whose.
+        absent: the average of the dense gradients, on a rank that has none itself.
+        is_dense_somewhere: whether there are any.
+        communicator: of all ranks.
+    """
+    dense = parameter.grad if absent is None else absent
+    if absent is None:
+        parameter.grad = None  # it has no rows to add
+    average_sparse(parameter, communicator)
+    if is_dense_somewhere and dense is not None and parameter.grad is not None:
+        rows = dense.detach().to_sparse(parameter.grad.sparse_dim())
+        parameter.grad = (parameter.grad + rows).coalesce()
+
+
 def _flat(tensor: torch.Tensor) -> Memory:
     return memory_of(tensor.view(-1))
