@@ -31,7 +31,8 @@ class BufferBroadcast:
 
     def before_training_step(self) -> None:
         """Broadcast what a forward in training may read."""
-        _broadcast(self._tensors(lambda owner: isinstance(owner, _NormBase) and owner.training))
+        if self._owners:
+            _broadcast(self._tensors(lambda owner: isinstance(owner, _NormBase) and owner.training))
 
     def broadcast_all(self) -> None:
         """Broadcast all buffers."""

@@ -362,7 +362,7 @@ class GradientBuckets:
         if self._saved is None:
             return list(map(memory_of, direct))
         self._saved.moved(bucket, moved, views)
-        return [*self._saved.memories(bucket, direct, self.parameters, self._absent, memory_of)]
+        return [*self._saved.memories(bucket, direct, self.parameters, self._absent, memory_of)] if direct else []
 
     def _scale_down(self, bucket: Bucket, direct: list[torch.Tensor]) -> None:
         """Divide a bucket that was just filled by the number of ranks, since its reduction does not."""
