@@ -124,7 +124,7 @@ def shares(optimizer: DistributedOptimizer) -> dict[str, float]:
     """Per step: seconds that reductions took, seconds that backward waited, and bytes reduced."""
     averager = optimizer.averager
     return {
-        "reducing": averager._communicator.statistics.working / averager.steps,
+        "reducing": averager.communicator.statistics.working / averager.steps,
         "waited": averager.waited_seconds / averager.steps,
         "bytes": averager.reduced_bytes / averager.steps,
     }

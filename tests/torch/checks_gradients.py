@@ -856,7 +856,7 @@ def two_averagers_in_use_on_one_parameter_are_rejected_and_named() -> None:
     trunk, heads = nn.Linear(4, 4), [nn.Linear(4, 2) for _ in range(2)]
     makers = [lambda head=head: GradientAverager(nn.Sequential(trunk, head)) for head in heads]
     older, newer = [make() for make in makers]
-    names = [older._communicator.name, newer._communicator.name]
+    names = [older.communicator.name, newer.communicator.name]
     assert names[0] != names[1] and len({str(n) for n in ring.all_gather_object(names)}) == 1
     for use in (newer.prepare, older.prepare, lambda: heads[1](trunk(torch.ones(1, 4))).sum().backward()):
         try:
