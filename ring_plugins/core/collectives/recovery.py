@@ -25,8 +25,8 @@ at any moment, and then it only notes it: all must take the loss over at the sam
 where it waits for the pass (`wait_for`), or before that in an operation of its own. There it first lets the threads of
 all communicators give up. They have nothing to lose, since the pass has happened for nobody: its end is that wait,
 which all survivors come to, or none. So a pass whose first buckets were averaged before the loss is repeated as a
-whole. Ranks may have given up at different places, so none writes to memory that others read until all have: agreements
-between hosts begin when all have arrived, and on one host a barrier follows.
+whole. Ranks may have given up at different places, so none writes to memory that others read until all have: nothing is
+agreed on before all have arrived in the agreement.
 
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
 only gradients are averaged in the background. Other works run in the thread that starts them, and a second thread that
@@ -114,21 +114,13 @@ class JobRecovery:
         Raises:
             PeerFailed: the job does not go on.
         """
-        while True:
-            loss, communicators = Loss(fresh(error), self.recoveries), list(self._communicators.items())
-            for one, recovery in communicators:
-                recovery.give_up(one, loss)
-            for one, recovery in communicators:
-                recovery.let_go(one)
-            self._go_on_without(executor.wait)
-            self.recoveries += 1
-            if self.confirmations is not None or executor.members is None:
-                return
-            try:
-                executor.members.barrier(_CONFIRMATION)
-                return
-            except MembersLost as found:
-                error = found
+        loss, communicators = Loss(fresh(error), self.recoveries), list(self._communicators.items())
+        for one, recovery in communicators:
+            recovery.give_up(one, loss)
+        for one, recovery in communicators:
+            recovery.let_go(one)
+        self._go_on_without(executor.wait)
+        self.recoveries += 1
 
 
 class Loss(NamedTuple):

@@ -85,7 +85,8 @@ class FailureDetector:
     Attributes:
         members: as given.
         rank: world rank of this process.
-        aborted: whether an error about a peer has been raised in this process, whose script now ends it or recovers.
+        aborted: whether the failure that ends the job has been raised in this process, whose script now ends it.
+        has_raised: whether any error about a peer has, which the script may have caught.
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
@@ -94,7 +95,7 @@ class FailureDetector:
 
     def __init__(self, members: Members, local_peers: LocalPeers | None, channel: Channel) -> None:
         self.rank, self.members = members.own, members
-        self.aborted = self.failed = self.has_lost_the_network = False
+        self.aborted = self.has_raised = self.failed = self.has_lost_the_network = False
         self.deadlocks: dict[str, str] = {}
         self.mesh: Mesh | None = None
         self._pid = os.getpid()
@@ -174,8 +175,9 @@ class FailureDetector:
             raise failure
         for rank in missing:
             if self.has_left(rank):
-                self.aborted = True
+                self.has_raised = True
                 if status := self.exit_status(rank):
+                    self.aborted = True
                     raise PeerFailed(
                         f"rank {rank} ended with exit status {status} (sys.exit), while rank {self.rank} waits for it "
                         f"in {what}.",
@@ -192,7 +194,7 @@ class FailureDetector:
                     f"rank {rank} has left the job, but rank {self.rank} waits for it in {what}. {likely}", rank
                 )
         if communicator in self.deadlocks:
-            self.aborted = True
+            self.has_raised = True
             raise DeadlockError(self.deadlocks[communicator])
 
     def exit_status(self, rank: int) -> int:

@@ -136,7 +136,7 @@ class MonitorThread:
         detector = self._failure_detector
         if not self._tells_of_parent:
             logger.error(f"rank {detector.rank} ends because the launcher (process {self._parent}) is gone")
-        elif not detector.aborted:
+        elif not (detector.aborted or detector.has_raised):
             logger.error(f"rank {detector.rank} ends because {detector.failure() or 'rank 0 has ended'}")
         else:  # its script tells, unless it takes too long
             self._end_at = self._end_at or time.monotonic() + _GRACE

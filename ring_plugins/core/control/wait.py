@@ -323,7 +323,7 @@ class Wait:
     def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
         """Raise the reason why a peer is gone instead of `error`, if it arrives in time."""
         detector = self._failure_detector
-        if detector is None or detector.aborted:
+        if detector is None or detector.aborted or isinstance(error, PeerLeft):  # which is a reason
             return
         self.raise_reason(error.rank, what)
         detector.aborted = True

@@ -182,3 +182,4 @@ def test_a_deadlock_ends_waits_of_its_communicator_only():
     one.check("other", [2], "barrier()")
     with pytest.raises(DeadlockError, match="rank 1 waits for rank 2"):
         one.check("ring", [2], "barrier()")
+    assert one.has_raised and not one.aborted, "the script may catch it, and then hear of a failure"

@@ -26,7 +26,7 @@ class FakeChannel:
 
 class FakeDetector:
     members = Members(1, [Member(rank, rank, "a", 0, "a") for rank in range(2)])
-    rank, aborted, failed = 1, False, False
+    rank, aborted, has_raised, failed = 1, False, False, False
 
     def __init__(self, error=None):
         self.error, self.reported = error, []
