@@ -186,7 +186,7 @@ class World(Communicators):
         if self.own_slot is not None and self.replaces and self.listener is not None:
             address = self.transport.address if self.transport is not None else UNIX  # the same from all ranks
             slots = self.members.told_of_slots()
-            self.own_slot.write_join_info({"secret": self.listener.secret, "address": address, "slots": slots})
+            self.own_slot.join_info.write({"secret": self.listener.secret, "address": address, "slots": slots})
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""

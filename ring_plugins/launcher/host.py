@@ -210,12 +210,11 @@ class Supervisor:
             self._slots.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
             self._meeting.note_in_use(body["in use"])
         elif kind == "joiners":
-            self._meeting.remote_joiners.write(body)
-            self._rows.num_remote_joiners = len(body)
+            self._rows.tell_of_remote_joiners(body)
         elif kind == "alone":
             self._rows.others_let_join = False
         elif kind == "join info?":
-            self._link.send("join info", self._meeting.join_info.read())
+            self._link.send("join info", self._rows.join_info.read())
         elif kind == "end":
             self._processes.end(signal.Signals(body))
 

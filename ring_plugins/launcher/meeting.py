@@ -14,7 +14,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.slots import OwnSlot
+from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.coordinator_link import HostJob
 
@@ -93,8 +93,8 @@ class InMemory:
         self._size, self._number = size, max(size, most)
         self.segment = Segment.create(SharedMemoryRendezvous.nbytes(size, self._number))
         self._rendezvous = SharedMemoryRendezvous(self.segment, 0, size, [], self._number)
-        rows = self.segment.array[: OwnSlot.nbytes(self._number)]
-        self.slots, (self.join_info, self.remote_joiners) = OwnSlot.parts(rows)
+        rows = self.segment.array[: Slots.nbytes(self._number)]
+        self.slots = Slots(rows)
 
     def begin(self, start: Mapping[str, Any]) -> None:
         """Take what the coordinator says about rank 0, and, on a host that was added, about the members of the job."""
@@ -135,15 +135,15 @@ class AtAnAddress:
 
     def __init__(self, job: HostJob) -> None:
         self._job, self._number, self._in_use = job, max(job.size, job.most), job.size
-        self.segment = Segment.create(OwnSlot.nbytes(self._number))
-        self.slots, (self.join_info, self.remote_joiners) = OwnSlot.parts(self.segment.array)
+        self.segment = Segment.create(Slots.nbytes(self._number))
+        self.slots = Slots(self.segment.array)
         self._start: Mapping[str, Any] = {}
 
     def begin(self, start: Mapping[str, Any]) -> None:
         self._start = start
         if self._job.is_added:
             join_info = start["join info"]
-            self.join_info.write({**join_info, "address": address_towards(join_info["address"])})
+            self.slots.join_info.write({**join_info, "address": address_towards(join_info["address"])})
             self.slots.others_let_join = True
 
     def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
@@ -151,7 +151,7 @@ class AtAnAddress:
         job, start = self._job, self._start
         place = RankAssignment(rank, self._in_use, local, number, job.index, job.hosts)
         found = place.environment(start["address"], start["port"], start["secret"])
-        return {**found, **OwnSlot.environment(self.segment, self._number, local)}
+        return {**found, **Slots.environment(self.segment, self._number, local)}
 
     def note_in_use(self, number: int) -> None:
         self._in_use = number

@@ -17,7 +17,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.slots import OwnSlot
+from ring_plugins.core.rendezvous.slots import Slots
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.added_slots import AddedSlots
 from ring_plugins.launcher.growth import GrowthRequests
@@ -122,19 +122,20 @@ def run_replaced_between_hosts(sizes: Sequence[int], function: Callable[[int], A
         directory = Path(name)
 
         def add(index: int, first: int, size: int) -> None:
-            segment = Segment.create(OwnSlot.nbytes(size))
+            segment = Segment.create(Slots.nbytes(size))
             segments.append(segment)
 
             def start(local: int | None, process: int) -> Any:
                 assert local is not None
                 variables = {"RANK": str(first + local), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
                 variables |= {"MASTER_PORT": port, config.VIRTUAL_NODES.name: ",".join(map(str, sizes))}
-                variables |= {config.LAUNCHER.name: "rendezvous", **OwnSlot.environment(segment, size, local)}
+                variables |= {config.LOSSES_TOLERATED.name: "1", config.ON_FAILURE.name: "replace"}
+                variables |= {config.LAUNCHER.name: "rendezvous", **Slots.environment(segment, size, local)}
                 variables |= {config.JOINS.name: str(process)} if process >= ranks else {}
                 started.append(one := Forked(process, function, variables, directory))
                 return one
 
-            rows, _ = OwnSlot.parts(segment.array)
+            rows = Slots(segment.array)
             unused = iter(range(ranks + index, MOST_MEMBERS, len(sizes)))
             own = range(first, first + size)
             hosts.append(SlotProcesses(rows, own, ranks, start, lambda _: None, world_ranks=unused))

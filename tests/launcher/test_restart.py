@@ -8,7 +8,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, Slots
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, Slots
 from ring_plugins.launcher import restart
 from ring_plugins.launcher.job_hosts import FAILED, OUT
 from ring_plugins.launcher.processes import Processes
@@ -109,7 +109,7 @@ def test_a_slot_is_filled_until_it_has_failed_too_often(job):
 @pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit(3)"])
 def test_one_that_ends_normally_or_fails_is_not_replaced(job, code):
     job.begin(RUNS, code)
-    job.rows.note_end(1)
+    OwnSlot(job.rows.memory, 1).note_end()
     job.tick()
     assert not job.started
 
@@ -126,7 +126,7 @@ def test_one_that_ends_with_status_0_while_the_others_go_on_without_it_is_lost(j
 def test_a_lost_one_that_ended_with_another_status_still_ends_the_job(job):
     job.begin(RUNS, "sys.exit(3)")
     job.rows.note_lost(1)
-    job.rows.note_end(1)
+    OwnSlot(job.rows.memory, 1).note_end()
     assert not job.is_out(1) and job.ends_job(1)
     job.tick()
     assert not job.started
@@ -225,7 +225,7 @@ def test_one_that_is_still_starting_gets_the_slot_if_none_waits_and_none_that_is
 def test_a_script_in_which_no_process_can_join_is_tried_once(job):
     job.begin(RUNS, KILLED)
     job.tick()
-    job.rows.note_end(1, HOPELESS)
+    OwnSlot(job.rows.memory, 1).note_end(HOPELESS)
     job.tick(3)
     assert job.started == [(1, 4)]
     text = "no process can take the place of rank 1, as the error above says; the job goes on without it."
@@ -301,7 +301,7 @@ def test_a_process_that_cannot_be_started_counts_as_one_that_has_ended(job):
 
 def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     _, living = job.begin("sys.exit(0)", RUNS)
-    job.rows.leave(0)
+    OwnSlot(job.rows.memory, 0).leave()
     job.next = KILLED
     job.tick()
     assert job.started == [(0, 4)]
@@ -402,7 +402,7 @@ def test_ends_are_told_in_their_order_and_those_that_were_killed_with_the_others
     """A process that says that it ended because of another has followed it, too."""
     first, _other, last = job.begin(RUNS, "sys.exit(3)", RUNS, ranks=[0, 1, 2])
     for slot in range(3):
-        job.rows.note_end(slot, FOLLOWED if slot == 2 else 1)
+        OwnSlot(job.rows.memory, slot).note_end(FOLLOWED if slot == 2 else 1)
     job.slots._recovers = False
     last.terminate()
     last.wait()
@@ -414,6 +414,6 @@ def test_ends_are_told_in_their_order_and_those_that_were_killed_with_the_others
 
 def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure(job):
     job.begin("sys.exit(3)", "sys.exit(3)")
-    job.rows.note_end(1)
+    OwnSlot(job.rows.memory, 1).note_end()
     assert [job.ends_job(slot) for slot in range(2)] == [False, True]
     assert [how for _, _, how, _ in job.slots.ends()] == ["lost", "failed"]

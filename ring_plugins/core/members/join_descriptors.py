@@ -12,7 +12,7 @@ from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.control.liveness import RUNNING, Liveness
 from ring_plugins.core.control.mesh_admission import NotAdmitted
 from ring_plugins.core.linux.shared_memory import Address, Segment
-from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
+from ring_plugins.core.rendezvous.slots import Slots
 
 
 class Invitation(NamedTuple):
@@ -32,14 +32,14 @@ class Invitation(NamedTuple):
         return [one.rank for one in self.everyone]
 
 
-def joiners_here(slot: OwnSlot | Slots) -> list[Member]:
+def joiners_here(slots: Slots) -> list[Member]:
     """Processes of this host that wait to join, as each has announced itself.
 
     Args:
-        slot: of this process, or the slots of this host, for its supervisor.
+        slots: of this host.
     """
     found = []
-    for one in slot.waiting():
+    for one in slots.waiting():
         try:
             liveness = Liveness.open(one.liveness or (0, 0, 0), one.rank)
         except SharedMemoryError:  # it has just ended

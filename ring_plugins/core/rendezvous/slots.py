@@ -10,11 +10,11 @@ reads there how far each process is, and how the end of one is meant.
   taken yet, behind those of the first ranks.
 - **Several hosts**: each host's supervisor has a segment for the ranks of its host, with rows numbered from 0.
 - A process knows its own row (`OwnSlot`). Behind the rows are two JSON values (`SharedJson`). The *join info* is what a
-  new process of this host needs so that the
-  members can connect to it, the job's secret among it. The members of this host write it, and do so again whenever
-  others have joined. A host that has no member yet gets the join info of another host (launcher/coordinator.py). The
-  *remote joiners* are processes that wait to join on hosts without members, where no member sees them; the supervisor
-  writes these. Only processes that inherit the file can read it, and they could read the memory of the ranks as well.
+  new process of this host needs so that the members can connect to it, the job's secret among it. The members of this
+  host write it, and do so again whenever others have joined. A host that has no member yet gets the join info of
+  another host (launcher/coordinator.py). The *remote joiners* are processes that wait to join on hosts without members,
+  where no member sees them; the supervisor writes these. Only processes that inherit the file can read it, and they
+  could read the memory of the ranks as well.
 - **Standbys** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
   Behind the rows are two integers for each: whether it waits, and the slot that it has got.
 """
@@ -26,6 +26,7 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,22 +61,70 @@ def is_there(owner: Member) -> bool:
     return os.path.exists(f"/proc/{pid}/fd/{file}")
 
 
-class Slots:
-    """The rows of all slots, behind one that tells how many are in use, and the integers of standbys.
+class SharedJson:
+    """A JSON value in shared memory; one process writes it, or several write the same.
 
     Args:
-        memory: `nbytes` of it, zeros to begin with.
+        memory: zeros to begin with.
     """
 
     def __init__(self, memory: Bytes) -> None:
-        self._used = memory[:_ROW].view(np.int64)
-        self._rows = memory[_ROW:-_STANDBYS].view(np.int64).reshape(-1, _ROW // 8)
-        self._standbys = memory[-_STANDBYS:].view(np.int64).reshape(-1, 2)
+        self._head, self._text = memory[:16].view(np.int64), memory[16:]
+
+    def write(self, value: Any) -> None:
+        """Write it in the place of what was written before.
+
+        Raises:
+            LaunchError: it is too long.
+        """
+        text = json.dumps(value).encode()
+        if len(text) > self._text.size:
+            raise LaunchError(f"what processes tell each other is {len(text)} bytes, more than {self._text.size}.")
+        self._text[: len(text)] = np.frombuffer(text, np.uint8)
+        publish()
+        self._head[:] = len(text), zlib.crc32(text)
+
+    def read(self) -> Any:
+        """What is written there, None if nothing is; waits while it is being written."""
+        end = time.monotonic() + _WRITES
+        while True:
+            length, checksum = self._head.tolist()
+            publish()
+            text = bytes(self._text[:length])
+            if length and zlib.crc32(text) == checksum:
+                return json.loads(text)
+            if not length or time.monotonic() > end:
+                return None
+            time.sleep(0.001)
+
+
+class Slots:
+    """The table of one host's slots: rows, behind one of counts; integers of standbys; JSON values.
+
+    Args:
+        memory: `nbytes` of it, zeros to begin with.
+
+    Attributes:
+        memory: as given.
+        join_info: a JSON value. The members of the host write it, and do so again when others have joined.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory, (rows, values) = memory, (memory[: -2 * _JSON], memory[-2 * _JSON :])
+        self._used = rows[:_ROW].view(np.int64)
+        self._rows = rows[_ROW:-_STANDBYS].view(np.int64).reshape(-1, _ROW // 8)
+        self._standbys = rows[-_STANDBYS:].view(np.int64).reshape(-1, 2)
+        self.join_info, self._remote_joiners = SharedJson(values[:_JSON]), SharedJson(values[_JSON:])
 
     @staticmethod
     def nbytes(number: int) -> int:
         """Bytes for this many slots."""
-        return (1 + number) * _ROW + _STANDBYS
+        return (1 + number) * _ROW + _STANDBYS + 2 * _JSON
+
+    @staticmethod
+    def environment(segment: Segment, number: int, slot: int) -> dict[str, str]:
+        """Environment of a process that has a slot and inherits the file of so many rows."""
+        return {config.SLOT.name: f"{segment.fd}:{number}:{slot}"}
 
     @property
     def number(self) -> int:
@@ -91,14 +140,15 @@ class Slots:
     def in_use(self, number: int) -> None:
         self._used[0] = number
 
-    @property
-    def num_remote_joiners(self) -> int:
-        """On one of several hosts, how many processes wait on hosts that have no members."""
-        return int(self._used[1])
+    def tell_of_remote_joiners(self, joiners: Sequence[Any]) -> None:
+        """On one of several hosts, tell of processes that wait on hosts that have no members."""
+        self._remote_joiners.write(joiners)
+        self._used[1] = len(joiners)
 
-    @num_remote_joiners.setter
-    def num_remote_joiners(self, number: int) -> None:
-        self._used[1] = number
+    def remote_joiners(self) -> list[Member]:
+        """Those processes."""
+        found = self._remote_joiners.read() if self._used[1] else None
+        return [Member.read(one) for one in found or ()]
 
     @property
     def others_let_join(self) -> bool:
@@ -147,10 +197,6 @@ class Slots:
         """Whether a process has said that this slot is its own."""
         return bool(self._rows[slot, _STATE] != _EMPTY)
 
-    def leave(self, slot: int) -> None:
-        """Say that this process leaves the job before its end, as it was told to."""
-        self._rows[slot, _STATE] = _LEFT
-
     def has_left(self, slot: int) -> bool:
         """Whether the process of a slot has said so."""
         return bool(self._rows[slot, _STATE] == _LEFT)
@@ -170,11 +216,6 @@ class Slots:
         """Whether the others go on without the process of a slot: even its exit status 0 is no normal end then."""
         return bool(self._rows[slot, _STATE] == _LOST)
 
-    def note_end(self, slot: int, how: int = TOLD) -> None:
-        """Say how this process ends, `TOLD`, `FOLLOWED` or `HOPELESS`; the first that is more than `TOLD` counts."""
-        row = self._rows[slot]
-        row[_HAS_TOLD] = max(how, row[_HAS_TOLD])
-
     def has_followed(self, slot: int) -> bool:
         """Whether the process of a slot said that another's failure ended it."""
         return bool(self._rows[slot, _HAS_TOLD] == FOLLOWED)
@@ -186,10 +227,6 @@ class Slots:
     def died_silently(self, slot: int) -> bool:
         """Whether the process of a slot, which has ended, was a member and did not tell the others that it ends."""
         return bool(self._rows[slot, _STATE] in (_MEMBER, _LOST) and not self._rows[slot, _HAS_TOLD])
-
-    def note(self, slot: int, state: int) -> None:
-        """Set the state of a process whose memory no other process looks for here."""
-        self._rows[slot, _STATE] = state
 
     def is_starting(self, slot: int) -> bool:
         """Whether the process of a slot has called `init`, and waits there."""
@@ -208,15 +245,15 @@ class Slots:
         return bool(self._rows[slot, _STATE] == _WAITING)
 
     def has_waiting(self) -> bool:
-        """Whether a process waits to join. This takes a microsecond."""
-        return bool((self._rows[:, _STATE] == _WAITING).any())
+        """Whether a process waits to join, here or on a host without members. Cheap (1 µs)."""
+        return bool((self._rows[:, _STATE] == _WAITING).any() or self._used[1])
 
     def waiting(self) -> list[Member]:
-        """Those that wait to join."""
+        """Those of this host that wait to join; their slots are numbers of rows."""
         return self._in_state(_WAITING)
 
     def members(self) -> list[Member]:
-        """Those that take part, as far as they live."""
+        """The members of this host, as far as they live; their slots are numbers of rows."""
         return self._in_state(_MEMBER)
 
     # Standbys -----------------------------------------------------------------------------------------
@@ -244,58 +281,21 @@ class Slots:
             publish()  # another process may have taken the slot since
             if row[_STATE] == state == self._rows[slot, _STATE] and 0 <= row[_WORLD_RANK] < MOST_MEMBERS:
                 found.append(Member(row[_WORLD_RANK], slot, liveness=(row[_PID], row[_FILE], row[_NBYTES])))
-        return found
+        return [one for one in found if is_there(one)]
 
 
-class SharedJson:
-    """A JSON value in shared memory; one process writes it, or several write the same.
-
-    Args:
-        memory: zeros to begin with.
-    """
-
-    def __init__(self, memory: Bytes) -> None:
-        self._head, self._text = memory[:16].view(np.int64), memory[16:]
-
-    def write(self, value: Any) -> None:
-        """Write it in the place of what was written before.
-
-        Raises:
-            LaunchError: it is too long.
-        """
-        text = json.dumps(value).encode()
-        if len(text) > self._text.size:
-            raise LaunchError(f"what processes tell each other is {len(text)} bytes, more than {self._text.size}.")
-        self._text[: len(text)] = np.frombuffer(text, np.uint8)
-        publish()
-        self._head[:] = len(text), zlib.crc32(text)
-
-    def read(self) -> Any:
-        """What is written there, None if nothing is; waits while it is being written."""
-        end = time.monotonic() + _WRITES
-        while True:
-            length, checksum = self._head.tolist()
-            publish()
-            text = bytes(self._text[:length])
-            if length and zlib.crc32(text) == checksum:
-                return json.loads(text)
-            if not length or time.monotonic() > end:
-                return None
-            time.sleep(0.001)
-
-
-class OwnSlot:
-    """The row by which a process tells what has started it how far it is, and finds others of its host.
+class OwnSlot(Slots):
+    """The table as a process has it that has a slot there, and tells how far it is.
 
     Args:
-        memory: of the rows; see `nbytes`.
+        memory: as in `Slots`.
         slot: number of its own row.
         has_supervisor: whether the memory is that of one of several hosts.
     """
 
     def __init__(self, memory: Bytes, slot: int, has_supervisor: bool = True) -> None:
-        self._slot, self.has_supervisor = slot, has_supervisor
-        self._slots, (self._join_info, self._remote_joiners) = self.parts(memory)
+        super().__init__(memory)
+        self._slot, self._own, self.has_supervisor = slot, self._rows[slot], has_supervisor
 
     @classmethod
     def inherited(cls, text: str) -> OwnSlot:
@@ -309,60 +309,36 @@ class OwnSlot:
         """
         try:
             fd, number, slot = map(int, text.split(":"))
-            segment = Segment.inherited(fd, cls.nbytes(number))
-        except (ValueError, SharedMemoryError) as error:
+            return cls(Segment.inherited(fd, cls.nbytes(number)).array, slot)
+        except (ValueError, IndexError, SharedMemoryError) as error:
             raise LaunchError(
                 f"{config.SLOT.name}={text!r} is set, but this process did not inherit the file that it names "
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
-        return cls(segment.array, slot)
-
-    @staticmethod
-    def nbytes(number: int) -> int:
-        """Bytes of a file with this many rows."""
-        return Slots.nbytes(number) + 2 * _JSON
-
-    @staticmethod
-    def parts(memory: Bytes) -> tuple[Slots, tuple[SharedJson, SharedJson]]:
-        """The rows in such a file, the join info, and the remote joiners."""
-        return Slots(memory[: -2 * _JSON]), (SharedJson(memory[-2 * _JSON : -_JSON]), SharedJson(memory[-_JSON:]))
-
-    @staticmethod
-    def environment(segment: Segment, number: int, slot: int) -> dict[str, str]:
-        """Environment of a process that has a slot and inherits the file of the rows."""
-        return {config.SLOT.name: f"{segment.fd}:{number}:{slot}"}
 
     def start(self) -> None:
         """Say that this process waits in `init` for the others."""
-        self._slots.note(self._slot, _STARTING)
+        self._own[_STATE] = _STARTING
 
     def take_part(self, own: Member) -> None:
         """Say that it is a member of the job."""
-        self._slots.take(own._replace(slot=self._slot), as_member=True)
+        self.take(own._replace(slot=self._slot), as_member=True)
 
     def wait_to_join(self, own: Member) -> None:
         """Say that it waits to become one."""
-        self._slots.take(own._replace(slot=self._slot), as_member=False)
+        self.take(own._replace(slot=self._slot), as_member=False)
 
-    def has_waiting(self) -> bool:
-        """Whether a process waits to join, here or on a host without members. This takes a microsecond."""
-        return self._slots.has_waiting() or self._slots.num_remote_joiners > 0
+    def leave(self) -> None:
+        """Say that it leaves the job before its end, as it was told to."""
+        self._own[_STATE] = _LEFT
 
-    def waiting(self) -> list[Member]:
-        """Those that do; their slots are numbers of rows."""
-        return [one for one in self._slots.waiting() if is_there(one)]
+    def note_excluded(self) -> None:
+        """Say that it ends because others go on without it."""
+        self._own[_STATE] = _EXCLUDED
 
-    def members(self) -> list[Member]:
-        """The members on this host, as far as they live; their slots are numbers of rows."""
-        return [one for one in self._slots.members() if is_there(one)]
-
-    def write_join_info(self, join_info: dict[str, Any]) -> None:
-        """Write the join info; all ranks of the host write the same, and do so again when others have joined.
-
-        Raises:
-            LaunchError: it is too long.
-        """
-        self._join_info.write(join_info)
+    def note_end(self, how: int = TOLD) -> None:
+        """Say how this process ends, `TOLD`, `FOLLOWED` or `HOPELESS`; the first that is more than `TOLD` counts."""
+        self._own[_HAS_TOLD] = max(how, self._own[_HAS_TOLD])
 
     def read_join_info(self) -> dict[str, Any]:
         """What a new process needs to join; waits until members have written it.
@@ -372,42 +348,11 @@ class OwnSlot:
         """
         end = time.monotonic() + config.START_TIMEOUT.get()
         found: dict[str, Any] | None
-        while (found := self._join_info.read()) is None and not self.has_supervisor and time.monotonic() < end:
+        while (found := self.join_info.read()) is None and not self.has_supervisor and time.monotonic() < end:
             time.sleep(0.01)
         if found is None:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
         return found
-
-    def remote_joiners(self) -> list[Member]:
-        """Processes that wait on hosts without members, as their supervisors tell of them."""
-        found = self._remote_joiners.read() if self._slots.num_remote_joiners else None
-        return [Member.read(one) for one in found or ()]
-
-    @property
-    def others_let_join(self) -> bool:
-        """Whether the ranks of other hosts may let processes of this one join."""
-        return self._slots.others_let_join
-
-    def leave(self) -> None:
-        """Say that it leaves the job before its end, as it was told to."""
-        self._slots.leave(self._slot)
-
-    def note_end(self, how: int = TOLD) -> None:
-        """As `Slots.note_end`."""
-        self._slots.note_end(self._slot, how)
-
-    def note_lost(self, world_rank: int) -> None:
-        """As `Slots.note_lost`, of a process of this host."""
-        self._slots.note_lost(world_rank)
-
-    @property
-    def is_ending(self) -> bool:
-        """As `Slots.is_ending`."""
-        return self._slots.is_ending
-
-    def note_excluded(self) -> None:
-        """Say that it ends because others go on without it."""
-        self._slots.note(self._slot, _EXCLUDED)
 
 
 @functools.cache

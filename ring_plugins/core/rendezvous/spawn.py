@@ -126,14 +126,14 @@ class SharedMemoryRendezvous:
         self, segment: Segment, rank: int, size: int, children: list[subprocess.Popen[bytes]], slots: int = 0
     ) -> None:
         self.segment, self.rank, self.size, self.children = segment, rank, size, children
-        self._first_cell = OwnSlot.nbytes(max(slots, size))
-        self.slots, _ = OwnSlot.parts(segment.array[: self._first_cell])
+        self._first_cell = Slots.nbytes(max(slots, size))
+        self.slots = Slots(segment.array[: self._first_cell])
         self._round = 0
 
     @staticmethod
     def nbytes(size: int, slots: int = 0) -> int:
         """Bytes of a segment for this many ranks, and slots if there are more."""
-        return OwnSlot.nbytes(max(slots, size)) + 2 * size * _CELL
+        return Slots.nbytes(max(slots, size)) + 2 * size * _CELL
 
     @property
     def own_slot(self) -> OwnSlot:
@@ -242,7 +242,7 @@ def _join() -> SharedMemoryRendezvous:
     spawned = fd, rank, size, parent, number = _Spawned.read()
     end_with_parent()
     meets_first_ranks = rank != _STANDBY and not config.JOINS.is_set()
-    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else OwnSlot.nbytes(number)
+    nbytes = SharedMemoryRendezvous.nbytes(size, number) if meets_first_ranks else Slots.nbytes(number)
     try:
         segment = Segment.inherited(fd, nbytes)
     except SharedMemoryError as error:

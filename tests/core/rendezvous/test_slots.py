@@ -8,9 +8,17 @@ import pytest
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.rendezvous import slots as slots_module
 from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, Slots, is_there, own_slot
 
 
+@pytest.fixture
+def all_live(monkeypatch):
+    """No process of these tests has a segment."""
+    monkeypatch.setattr(slots_module, "is_there", lambda owner: True)
+
+
+@pytest.mark.usefixtures("all_live")
 def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
     slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
     first, second = Member(1, 1, liveness=(100, 5, 4096)), Member(3, 1, liveness=(200, 6, 4096))
@@ -32,15 +40,16 @@ def test_a_slot_passes_from_its_first_process_to_one_that_waits_and_joins():
     slots.take(Member(4, 0, liveness=(300, 6, 4096)), as_member=False)
     assert slots.is_new(0) and slots.size_until_joined(0) == 3 and slots.size_until_joined(1) == 2
     slots.clear(0)
-    slots.leave(1)
+    OwnSlot(slots.memory, 1).leave()
     assert slots.has_left(1) and slots.has_joined(1, 3) and second not in slots.members()
 
 
+@pytest.mark.usefixtures("all_live")
 def test_a_member_that_the_others_have_lost_is_one_no_more_but_one_that_left_or_was_followed_stays_what_it_is():
     slots = Slots(np.zeros(Slots.nbytes(3), np.uint8))
     for rank in range(3):
         slots.take(Member(rank, rank, liveness=(100 + rank, 5, 4096)), as_member=True)
-    slots.leave(0)
+    OwnSlot(slots.memory, 0).leave()
     slots.take(Member(7, 2, liveness=(107, 5, 4096)), as_member=False)
     for rank in range(3):
         slots.note_lost(rank)
@@ -58,14 +67,14 @@ def test_a_process_died_silently_if_it_was_a_member_and_has_told_nobody_that_it_
     assert slots.died_silently(0)
     slots.note_lost(0)
     assert slots.died_silently(0)
-    slots.note_end(0)
+    OwnSlot(slots.memory, 0).note_end()
     assert not slots.died_silently(0) and not slots.is_hopeless(0) and not slots.has_followed(0)
-    slots.note_end(0, FOLLOWED)
-    slots.note_end(0)  # as it leaves then
+    OwnSlot(slots.memory, 0).note_end(FOLLOWED)
+    OwnSlot(slots.memory, 0).note_end()  # as it leaves then
     assert not slots.died_silently(0) and not slots.is_hopeless(0) and slots.has_followed(0)
     slots.clear(0)
     slots.take(Member(2, 0, liveness=(1, 2, 3)), as_member=False)
-    slots.note_end(0, HOPELESS)
+    OwnSlot(slots.memory, 0).note_end(HOPELESS)
     assert slots.is_hopeless(0) and not slots.died_silently(0)
     slots.clear(0)  # for the next process
     assert not slots.is_hopeless(0)
@@ -93,9 +102,9 @@ def test_a_process_is_there_as_long_as_it_has_its_segment():
 
 
 def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
-    segment = Segment.create(OwnSlot.nbytes(2))
-    slots, (_, remote_joiners) = OwnSlot.parts(segment.array)
-    variables = OwnSlot.environment(segment, 2, 1)
+    segment = Segment.create(Slots.nbytes(2))
+    slots = Slots(segment.array)
+    variables = Slots.environment(segment, 2, 1)
     own_slot.cache_clear()
     monkeypatch.setenv("RING_SLOT", variables["RING_SLOT"])
     assert own_slot() is None, "a child of the rank that is a job of its own"
@@ -106,7 +115,7 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     assert slots.is_starting(1) and not slots.has_started(1)
     with pytest.raises(LaunchError, match="no rank of this host has been a member"):
         own.read_join_info()
-    own.write_join_info({"address": "10.1.0.2"})
+    own.join_info.write({"address": "10.1.0.2"})
     assert own.read_join_info() == {"address": "10.1.0.2"}
     own.take_part(Member(5, liveness=segment.address))
     assert own.members() == [Member(5, 1, liveness=segment.address)] and not own.has_waiting()
@@ -114,11 +123,10 @@ def test_a_rank_tells_its_hosts_supervisor_how_far_it_is(monkeypatch):
     own.note_excluded()
     assert slots.has_started(1) and slots.is_excluded(1) and not slots.has_started(0)
     assert own.remote_joiners() == [] and not own.has_waiting() and not own.others_let_join
-    remote_joiners.write([Member(9, 4)])
-    slots.num_remote_joiners, slots.others_let_join = 1, True
+    slots.tell_of_remote_joiners([Member(9, 4)])
+    slots.others_let_join = True
     assert own.remote_joiners() == [Member(9, 4)] and own.has_waiting() and own.others_let_join
-    remote_joiners.write([])
-    slots.num_remote_joiners = 0
+    slots.tell_of_remote_joiners([])
     assert own.remote_joiners() == [] and not own.has_waiting()
     monkeypatch.setenv("RING_SLOT", "999:2:1")
     with pytest.raises(LaunchError, match="copied from a rank of a job into another environment"):
