@@ -83,14 +83,11 @@ from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 
 #: Connections that the coordinator keeps beside those of supervisors, and those that wait in the kernel.
 _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
-#: Seconds that supervisors have to report after they were told to end: as long as theirs give to the ranks, and more.
-_END_SECONDS = 18.0
-#: Seconds that supervisors have to read the last message.
-_READ_SECONDS = 2.0
+#: Seconds that supervisors have to report after they were told to end, more than theirs give to the ranks, and to read
+#: the last message.
+_END_SECONDS, _READ_SECONDS = 18.0, 2.0
 #: Seconds between two looks.
 _TICK = 0.05
-
-Notify = Callable[[str], None]
 
 
 class Coordinator:
@@ -116,7 +113,7 @@ class Coordinator:
         self,
         hosts: Sequence[tuple[str, Sequence[int]]],
         processes: Processes,
-        notify: Notify,
+        notify: Callable[[str], None],
         port: int | None,
         key: str = "",
         most: int = 0,
@@ -137,8 +134,8 @@ class Coordinator:
         self._end_at, self._trouble = 0.0, ""
         self.result: tuple[int, str | None] | None = None
         self.key = key or secrets.token_hex(32)
-        limit = len(self._hosts) + _OTHER_CONNECTIONS
-        acceptor, self.port = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, limit), 0
+        acceptor = Acceptor(self.key.encode(), Purpose.LAUNCHER, self._expects, len(hosts) + _OTHER_CONNECTIONS)
+        self.port = 0
         if port is not None:
             listener = socket.create_server(("", port), backlog=_BACKLOG)
             self.port = listener.getsockname()[1]
@@ -278,9 +275,8 @@ class Coordinator:
         if not self._expects(new.claim):
             new.socket.close()
             return
-        host = self._hosts[new.claim.rank]
         end_when_silent(new.socket)
-        host.addresses = str(new.socket.getpeername()[0]), str(new.socket.getsockname()[0])
+        self._hosts[new.claim.rank].addresses = str(new.socket.getpeername()[0]), str(new.socket.getsockname()[0])
         self._peers.add(new.claim.rank, FrameSocket(new.socket, Purpose.LAUNCHER))
 
     def _read(self, host: Host, event: Event) -> None:
@@ -353,6 +349,22 @@ class Coordinator:
                 "--host chooses where."
             )
 
+    def _publish(self, kind: str, body: Any) -> None:
+        """Tell all supervisors something of which they get the whole whenever it has changed."""
+        if self._published.get(kind) != body:
+            self._published[kind] = body
+            self._tell_all(kind, body)
+
+    def _tell_all(self, kind: str, body: Any) -> None:
+        for host in self._hosts:
+            self._tell(host, kind, body)
+
+    def _tell(self, host: Host, kind: str, body: Any) -> None:
+        if host.inbox is not None:
+            host.inbox.append((kind, body))
+        else:
+            self._peers.send(self._hosts.index(host), to_json([kind, body]))
+
     # Hosts that were added to the job ----------------------------------------------------------------
 
     def _look_after_added_hosts(self) -> None:
@@ -409,24 +421,6 @@ class Coordinator:
             host.login[0].terminate()
         slots = self._added_slots.note_end(self._hosts.index(host), [])
         self._notify(f"{host.name} {why}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
-
-    # -------------------------------------------------------------------------------------------------
-
-    def _publish(self, kind: str, body: Any) -> None:
-        """Tell all supervisors something of which they get the whole whenever it has changed."""
-        if self._published.get(kind) != body:
-            self._published[kind] = body
-            self._tell_all(kind, body)
-
-    def _tell_all(self, kind: str, body: Any) -> None:
-        for host in self._hosts:
-            self._tell(host, kind, body)
-
-    def _tell(self, host: Host, kind: str, body: Any) -> None:
-        if host.inbox is not None:
-            host.inbox.append((kind, body))
-        else:
-            self._peers.send(self._hosts.index(host), to_json([kind, body]))
 
 
 class OwnHost:

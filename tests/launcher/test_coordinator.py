@@ -1,164 +1,21 @@
-"""What the coordinator of a job on several hosts makes of its hosts' reports, and how supervisors notice its end."""
+"""What the coordinator of a job on several hosts makes of its hosts' reports."""
 
-import contextlib
-import os
 import signal
-import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.acceptor import Acceptor
-from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.launcher import coordinator as coordinator_module
-from ring_plugins.launcher import host
 from ring_plugins.launcher.coordinator import Coordinator
-from ring_plugins.launcher.coordinator_link import HostJob, Link, read_message
+from ring_plugins.launcher.coordinator_link import Link
 from ring_plugins.launcher.job_hosts import End, verdict
 from ring_plugins.launcher.processes import Processes
+from tests.launcher.coordinators import Logins, Polled, coordinator, job
 
 
 @pytest.fixture(autouse=True)
 def _nobody_reads_the_last_message(monkeypatch):
     monkeypatch.setattr(coordinator_module, "_READ_SECONDS", 0.0)
-
-
-class Logins:
-    """Starts nothing, but knows which hosts were to be started."""
-
-    def __init__(self, code=None, problems=lambda host, report: []):
-        self.code, self.started, self.ended = code, [], 0
-        self.check = SimpleNamespace(problems=problems)
-
-    def start(self, port, key, host, index):
-        self.started.append((host, index))
-        return self
-
-    def trouble(self):
-        return None
-
-    def poll(self):
-        return self.code
-
-    def terminate(self):
-        self.ended += 1
-
-
-def coordinator(notify=lambda text: None, most=0, logins=None, **options):
-    hosts = [("host1", [0, 1]), ("me@host2", [2, 3])]
-    return Coordinator(hosts, Processes(), notify, 0, most=most, takes_requests=True, logins=logins, **options)
-
-
-def job(of, index=0, addresses=("127.0.0.1",)):
-    return HostJob(addresses, of.port, of.key, index, 2, [0, 1], 4, ["true"])
-
-
-class Polled:
-    """A coordinator that hears its supervisors, in a thread."""
-
-    def __init__(self, most=0, logins=None):
-        self.told = []
-        self.coordinator = coordinator(self.told.append, most, logins)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self):
-        while not self._done.is_set():
-            self.coordinator._poll(0.05)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def stop(self):
-        self._done.set()
-        self._thread.join()
-
-    def __exit__(self, *_):
-        self.stop()
-        self.coordinator.__exit__()
-
-
-def read(link, until):
-    end = 200
-    while not until() and end:
-        link.read()
-        end -= 1
-        threading.Event().wait(0.02)
-    assert until()
-
-
-def test_a_supervisor_whose_coordinator_is_gone_is_orphaned_and_one_that_only_lost_the_connection_is_not():
-    with Polled() as polled:
-        link = Link(job(polled.coordinator))
-        link.send("here", {"host": "a", "port": 1})
-        while polled.coordinator._hosts[0].here is None:
-            threading.Event().wait(0.01)
-        link.send("here", {"host": "a", "port": -1})  # for which the coordinator closes the connection
-        read(link, lambda: link.is_lost)
-        assert not link.is_orphaned and link.read() == []
-        lost = "host1 is lost, with ranks 0, 1; the others may go on."
-        assert polled.told == ["host1 has sent what no supervisor sends (ValueError).", lost]
-    with Polled() as polled:
-        link = Link(job(polled.coordinator))
-    read(link, lambda: link.is_lost)
-    assert link.is_orphaned
-    with pytest.raises(LaunchError, match=r"cannot reach the process that started this job \(127.0.0.1:"):
-        Link(job(polled.coordinator))
-
-
-@pytest.mark.parametrize("speaks", ["our language", "another"])
-def test_what_listens_in_the_place_of_the_coordinator_without_its_key_is_not_taken_for_it(speaks):
-    with Polled() as polled:
-        link = Link(job(polled.coordinator))
-    over = threading.Event()
-
-    def answer(listener, acceptor):
-        while not over.is_set():
-            if acceptor is not None:
-                acceptor.poll(0.02)
-                continue
-            with contextlib.suppress(TimeoutError), listener.accept()[0] as connected:
-                connected.sendall(b"220 mail")
-
-    with socket.create_server(("127.0.0.1", polled.coordinator.port)) as listener:
-        listener.settimeout(0.02)
-        acceptor = Acceptor(b"another key", Purpose.LAUNCHER) if speaks == "our language" else None
-        if acceptor is not None:
-            acceptor.add(listener)
-        thread = threading.Thread(target=answer, args=(listener, acceptor))
-        thread.start()
-        try:
-            read(link, lambda: link.is_lost)
-            assert link.is_orphaned
-        finally:
-            over.set()
-            thread.join()
-            if acceptor is not None:
-                acceptor.close()
-
-
-def test_a_host_that_is_silent_does_not_count_as_ended(monkeypatch):
-    with Polled() as polled:
-        link = Link(job(polled.coordinator))
-        polled.stop()
-        timeout = Disconnected("Connection timed out", 110)
-        monkeypatch.setattr(link, "_frames", SimpleNamespace(read=lambda: (_ for _ in ()).throw(timeout), close=list))
-    link.read()
-    assert link.is_lost and not link.is_orphaned
-
-
-def test_what_is_printed_after_the_login_is_lost_is_dropped():
-    link = SimpleNamespace(is_lost=True)
-    reading, writing = os.pipe()
-    outlet = host._Outlet(writing, link)
-    outlet.write("x" * (1 << 20))  # more than the pipe holds, and nobody reads
-    assert len(os.read(reading, 1 << 20)) >= 4096
-    os.close(reading)
-    host._Outlet(writing, link).write("nobody reads")
-    os.close(writing)
 
 
 def test_added_ranks_go_to_hosts_that_have_ranks():
@@ -310,15 +167,6 @@ def test_a_signal_ends_the_job_with_its_status():
     with coordinator() as found:
         found._processes.signalled = signal.SIGTERM
         assert found.finish() == (143, None)
-
-
-@pytest.mark.parametrize(
-    "data", [b"1", b"null", b"[]", b'["over"]', b'["over", 1, 2]', b'[["over"], 1]', b'{"a": 1, "b": 2}']
-)
-def test_what_is_no_message_between_supervisor_and_coordinator_counts_as_the_end_of_the_connection(data):
-    with pytest.raises(Disconnected, match="it sent an invalid message"):
-        read_message(data)
-    assert read_message(b'["over", null]') == ("over", None)
 
 
 def test_a_supervisor_in_the_same_process_gets_messages_without_a_connection():
