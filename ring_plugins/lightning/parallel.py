@@ -17,8 +17,7 @@ from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
-from ring_plugins.lightning.failure import has_failed
-from ring_plugins.lightning.launcher import RingLauncher, join_world
+from ring_plugins.lightning.launcher import RingLauncher, has_failed, join_world
 from ring_plugins.lightning.process_group import (
     all_gather,
     all_reduce,

@@ -23,14 +23,14 @@ from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
-from ring_plugins.lightning.failure import (
+from ring_plugins.lightning.hyperparameters import check_equal
+from ring_plugins.lightning.joining import MeetingPoint
+from ring_plugins.lightning.launcher import (
     has_failed,
     keep_sigterm_handler_from_broadcasting,
     report_failure,
     set_exit_status,
 )
-from ring_plugins.lightning.hyperparameters import check_equal
-from ring_plugins.lightning.joining import MeetingPoint
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop

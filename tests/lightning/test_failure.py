@@ -6,7 +6,7 @@ import signal
 import lightning.pytorch
 import pytest
 
-from ring_plugins.lightning.failure import set_exit_status
+from ring_plugins.lightning.launcher import set_exit_status
 from tests.launch import Job, Launcher, Result, start_ranks
 from tests.launchers import LAUNCHERS
 
