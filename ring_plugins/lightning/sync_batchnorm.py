@@ -1,5 +1,6 @@
 """Batch norm over the batches of all ranks, on the CPU, where torch's own ``SyncBatchNorm`` refuses to work."""
 
+import functools
 from typing import Any
 
 import torch
@@ -24,43 +25,36 @@ class HostSyncBatchNorm:
     """A Lightning ``LayerSync``: batch norm layers compute their statistics over the whole batch of all ranks."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Replace every batch norm layer; parameters and buffers are shared with the replacement."""
-        return _replace(model, _synchronized)
+        """Give every batch norm layer another forward."""
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+        return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put the original layers back; parameters and buffers keep what was learned."""
-        return _replace(model, _original)
+        """Give the layers their own forward back; parameters and buffers keep what was learned."""
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                vars(module).pop("forward", None)
+        return model
 
 
-class SynchronizedBatchNorm(_BatchNorm):
-    """Batch norm whose statistics in training are those of the batches of all ranks together."""
-
-    original: _BatchNorm
-
-    @override
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.original._check_input_dim(input)  # type: ignore[no-untyped-call]
-
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        self._check_input_dim(input)
-        output: Tensor
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-        self._update_running_statistics(mean, variance, count)
-        return output
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+def _forward(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """The forward of a batch norm layer whose statistics in training are those of the batches of all ranks together."""
+    if not layer.training:
+        return type(layer).forward(layer, x)
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    output: Tensor
+    output, mean, variance, count = _Normalize.apply(x, layer.weight, layer.bias, layer.eps)  # type: ignore[no-untyped-call]
+    if layer.running_mean is not None and layer.running_var is not None:
+        assert layer.num_batches_tracked is not None
+        with torch.no_grad():
+            layer.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+    return output
 
 
 class _Normalize(torch.autograd.Function):
@@ -132,32 +126,3 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 def _channels(statistic: Tensor, like: Tensor) -> Tensor:
     return statistic.view(1, -1, *([1] * (like.dim() - 2)))
-
-
-def _replace(module: nn.Module, replacement: Any) -> nn.Module:
-    for name, child in module.named_children():
-        setattr(module, name, _replace(child, replacement))
-    new: nn.Module = replacement(module)
-    return new
-
-
-def _synchronized(module: nn.Module) -> nn.Module:
-    if not isinstance(module, _BatchNorm) or isinstance(module, SynchronizedBatchNorm):
-        return module
-    synchronized = SynchronizedBatchNorm(module.num_features, module.eps, module.momentum, module.affine, False)
-    synchronized.track_running_stats = module.track_running_stats
-    synchronized.train(module.training)
-    # Not a submodule: it must not appear in the state dict.
-    object.__setattr__(synchronized, "original", module)
-    return _share(module, synchronized)
-
-
-def _original(module: nn.Module) -> nn.Module:
-    return _share(module, module.original) if isinstance(module, SynchronizedBatchNorm) else module
-
-
-def _share(source: nn.Module, target: nn.Module) -> nn.Module:
-    target._parameters = source._parameters
-    target._buffers = source._buffers
-    target.train(source.training)
-    return target
