@@ -94,8 +94,6 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._store = store
-        self._name = ""
-        self._description = ""
         self._communicator = communicator
         self._connect_gpu = connect_gpu
         self._on_gpus: dict[int, DeviceCommunicator] = {}
@@ -110,26 +108,25 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         """The name given to `init_process_group`."""
         return "ring"
 
+    group_name = group_desc = ""
+
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Remember the name that torch chose."""
-        self._name = name
+        self.group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         """The name that torch chose."""
-        return self._name
+        return self.group_name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Remember the description."""
-        self._description = description
+        self.group_desc = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
         """The description."""
-        return self._description
+        return self.group_desc
 
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def get_group_store(self) -> Store:
         """The store that the members share; `split_group` asks for it."""
@@ -374,7 +371,7 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         return RingWork(described, outputs).run_on(self._communicator, lambda: function(self._communicator))
 
     def _described(self, operation: str) -> str:
-        return f"{operation} in process group {self._name or 'default'!r}"
+        return f"{operation} in process group {self.group_name or 'default'!r}"
 
     def _on_gpu(self, index: int) -> DeviceCommunicator:
         if index not in self._on_gpus:
