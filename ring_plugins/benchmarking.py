@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,22 +135,11 @@ def host_backends(names: Iterable[str] | None = None) -> dict[str, Backend]:
     return {name: HOST[name] for name in wanted}
 
 
-def ring_on_gpu(nbytes: int) -> Callable[[], object]:
-    """ring_plugins in GPU memory, through its torch.distributed backend."""
-    import ring_plugins.torch  # noqa: F401 - registers the backend
-
-    return _on_gpu(nbytes, "ring")
-
-
-def nccl_of_torch(nbytes: int) -> Callable[[], object]:
-    """torch.distributed's own NCCL backend."""
-    return _on_gpu(nbytes, "nccl")
-
-
 _groups: dict[str, Any] = {}
 
 
-def _on_gpu(nbytes: int, backend: str) -> Callable[[], object]:
+def _on_gpu(backend: str, nbytes: int) -> Callable[[], object]:
+    """torch.distributed in GPU memory, with a backend of its own or ours."""
     import torch
     import torch.distributed as dist
 
@@ -166,7 +156,7 @@ def _on_gpu(nbytes: int, backend: str) -> Callable[[], object]:
     return reduce
 
 
-DEVICE: dict[str, Backend] = {"ring (GPU)": ring_on_gpu, "NCCL (torch)": nccl_of_torch}
+DEVICE: dict[str, Backend] = {"ring (GPU)": partial(_on_gpu, "ring"), "NCCL (torch)": partial(_on_gpu, "nccl")}
 
 
 def device_backends() -> dict[str, Backend]:

@@ -72,7 +72,7 @@ class Target:
         if joined is not None:
             self.flat = joined
         elif keep:
-            self.flat = torch.cat([flat_source(tensor, name) for tensor in tensors])
+            self.flat = flat_sources(tensors, name)
         else:
             self.flat = torch.empty(sum(self.counts), dtype=tensors[0].dtype, device=tensors[0].device)
 
