@@ -91,6 +91,8 @@ class Target:
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensors as one flat view, if they are contiguous and adjacent in one storage."""
     first = tensors[0]
+    if len(tensors) == 1:
+        return first.view(-1) if first.is_contiguous() and not (first.is_conj() or first.is_neg()) else None
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage:
@@ -123,8 +125,8 @@ def check_same_type(tensors: Sequence[torch.Tensor], name: str) -> None:
     """
     for tensor in tensors:
         check_dense(tensor, name)
-    types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-    if len(types) != 1:
+    if not tensors or any(tensor.dtype is not tensors[0].dtype for tensor in tensors):
+        types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
         raise ArgumentError(f"{name} has tensors of types {types}; all must have one type.")
 
 
