@@ -180,11 +180,6 @@ class Members:
         return all(self.known[rank].node in left for rank in ranks)
 
     @property
-    def pids(self) -> dict[int, int]:
-        """Of all processes, by world rank."""
-        return {rank: one.pid for rank, one in self.known.items()}
-
-    @property
     def cores(self) -> tuple[int, list[Cores]]:
         """This process's slot, and what the processes of all slots may use."""
         return self.here.slot, [one.cores for one in self.of_slot]

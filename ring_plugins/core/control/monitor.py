@@ -68,7 +68,9 @@ class MonitorThread:
         self._failure_detector, self._channel = failure_detector, channel
         self._abort, self._status_after = abort, status_after
         self._parent = os.getppid() if launched else 0
-        self._tells_of_parent = launched and failure_detector.rank == 1 and self._parent == self._pid_of_rank_0()
+        self._tells_of_parent = (
+            launched and failure_detector.rank == 1 and self._parent == failure_detector.members.known[0].pid
+        )
         self._services: list[Service] = []
         self._vital: list[Service] = []
         self._end_at = 0.0
@@ -126,9 +128,6 @@ class MonitorThread:
                     f"rank {self._failure_detector.rank}: {type(service).__name__} stopped: "
                     f"{type(error).__name__}: {error}"
                 )
-
-    def _pid_of_rank_0(self) -> int:
-        return self._failure_detector.members.known[0].pid
 
     def _end_without_launcher(self) -> None:
         if self._parent <= 1 or os.getppid() == self._parent:

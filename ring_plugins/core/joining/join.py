@@ -49,11 +49,11 @@ from ring_plugins.core.control.rounds import CALL
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.job import World
 from ring_plugins.core.joining.agreement import Agreement, Entrance, go_on, prepare
+from ring_plugins.core.members.changes import who_joined
 from ring_plugins.core.members.join_descriptors import (
     DifferentScript,
     joiners_here,
 )
-from ring_plugins.core.members.wording import who_joined
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.world import current
@@ -119,8 +119,7 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
         joined.append(next_one.rank)
         # If only such are left that have just joined, none has the state, and the transfer of it raises that.
         if world.world_rank == min((rank for rank in world.world_ranks if rank not in joined), default=None):
-            slot_of, pids = {next_one.rank: next_one.slot}, world.members.pids
-            logger.warning(who_joined(slot_of, pids, world.world_ranks, time.monotonic() - began, shards))
+            logger.warning(who_joined([next_one.rank], world.members, time.monotonic() - began, shards))
     return tuple(joined)
 
 

@@ -4,7 +4,7 @@
 - `members` drops ranks that are lost, or were told to end (`preemption_notice`). All that this process has of the job
   follows.
 - `join_descriptors` has what processes that join exchange with the members; core/joining lets them join.
-- `changes` tells the script's functions, and `wording` has the line for the log.
+- `changes` tells the script's functions and the log.
 
 How the step goes on that a loss interrupts: control/mesh.py (who is left), collectives/recovery.py (communicators),
 gradients/repetition.py (the step).

@@ -1,10 +1,14 @@
-"""How the script hears of changes of a job's ranks."""
+"""How the script and the log hear of changes of a job's ranks."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
+
+from ring_plugins.core.base.errors import name_ranks
+from ring_plugins.core.base.member import Members
 
 
 class MembershipChange(NamedTuple):
@@ -64,3 +68,87 @@ class ChangeCallbacks:
                     callback(change)
         finally:
             self._is_telling = False
+
+
+# For the log. `members` have followed the change, and `replaces` says whether others take the places of lost ranks. ---
+
+
+def what_was_lost(
+    lost: Sequence[int],
+    members: Members,
+    replaces: bool,
+    seconds: float,
+    silent: Collection[int] = (),
+    shows_hosts: bool = False,
+) -> str:
+    """The line that tells the user of a loss, and of the ranks' new numbers.
+
+    Args:
+        lost: world ranks.
+        members, replaces: see above.
+        seconds: that the agreement took.
+        silent: those of `lost` that cannot be reached, and may be alive.
+        shows_hosts: whether to say where they were.
+    """
+    dead, silent = [rank for rank in lost if rank not in silent], [rank for rank in lost if rank in silent]
+    how = {"died": dead, "cannot be reached any more": silent}
+    gone = "; ".join(f"{_named(ranks, members, shows_hosts)} {end}" for end, ranks in how.items() if ranks)
+    return _who_goes_on(gone, lost, members, replaces, f", after {seconds * 1e3:.0f} ms")
+
+
+def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: int) -> str:
+    """The line that tells the user of processes that have joined.
+
+    Args:
+        joined: world ranks.
+        members: see above.
+        seconds: that joining took.
+        ranks: how many the job had at the most before; those with slots beyond take nobody's place.
+    """
+    slots = {rank: members.known[rank].slot for rank in joined}
+    who = " and ".join(
+        f"{_named([rank], members)} {f'in the place of rank {slot}' if slot < ranks else 'as an added rank'}"
+        for rank, slot in slots.items()
+    )
+    numbers = _new_numbers(members)
+    return (
+        f"{who} joined; the job goes on with {len(members.ranks)} ranks since {time.strftime('%H:%M:%S')}, after "
+        f"{seconds * 1e3:.0f} ms." + (f" Errors keep the old numbers: rank {numbers}." if numbers else "")
+    )
+
+
+def who_left(leaving: Sequence[int], members: Members, replaces: bool) -> str:
+    """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
+    return _who_goes_on(f"{_named(leaving, members)} left on SIGTERM", leaving, members, replaces)
+
+
+def too_few_left(leaving: Sequence[int], left: Sequence[int], members: Members, min_ranks: int) -> str:
+    """The line that tells the user that all end because too many were told to."""
+    return (
+        f"{_named(leaving, members)} got SIGTERM. All ranks end after this step, since training cannot go on with "
+        f"{len(left)} rank{'s' * (len(left) != 1)}: min_ranks={min_ranks}."
+    )
+
+
+def _named(ranks: Sequence[int], members: Members, shows_hosts: bool = False) -> str:
+    of = [members.known[rank] for rank in ranks]
+    return " and ".join(f"{name_ranks([one.rank])} (process {one.pid}{f' on {one.host}' * shows_hosts})" for one in of)
+
+
+def _new_numbers(members: Members) -> str:
+    return ", ".join(f"{old} is now {new}" for new, old in enumerate(members.ranks) if old != new)
+
+
+def _who_goes_on(gone: str, lost: Sequence[int], members: Members, replaces: bool, after: str = "") -> str:
+    is_one, left = len(lost) == 1, len(members.ranks)
+    if replaces:
+        data = "Another process takes its place" if is_one else "Other processes take their places"
+    else:
+        data = f"Nobody takes over the data of {'this rank' if is_one else 'these ranks'}"
+    line = f"{gone}; the job goes on with {left} of its {members.shards} ranks since {time.strftime('%H:%M:%S')}"
+    line += f"{after}. {data}."
+    if moved := _new_numbers(members):
+        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
+    if 0 in lost:
+        line += " Timelines end with rank 0, which collected them."
+    return line

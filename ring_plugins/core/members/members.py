@@ -31,11 +31,16 @@ from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.members.changes import ChangeCallbacks, MembershipChange
+from ring_plugins.core.members.changes import (
+    ChangeCallbacks,
+    MembershipChange,
+    too_few_left,
+    what_was_lost,
+    who_left,
+)
 from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.members.preemption_notice import TERMINATED, PreemptionNotice
-from ring_plugins.core.members.wording import too_few_left, what_was_lost, who_left
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.observe.leader_failover import LeaderFailover
 from ring_plugins.core.observe.observers import Observers
@@ -124,10 +129,6 @@ class Elastic:
         assert self._job.channel is not None
         return Mesh(self._members, self._job.channel, self._peers, least, committed, confirms, on_left_out)
 
-    def _peers_here(self) -> LocalPeers:
-        assert self._peers is not None
-        return self._peers
-
     def _agreements(self) -> Mesh:
         assert self.mesh is not None
         return self.mesh
@@ -197,14 +198,12 @@ class Elastic:
         """Tell the user of lost ranks, and of an agreement that began then, on one rank."""
         members, mesh = self._members, self._agreements()
         if members.topology.rank == 0:
-            silent = [rank for rank in lost if mesh.was_silent(rank)]
-            hosts = {rank: one.host for rank, one in members.known.items()} if mesh.confirms else None
-            seconds, job = time.monotonic() - began, self._job_without(lost)
-            logger.warning(what_was_lost(lost, members.pids, members.ranks, job, seconds, silent, hosts))
+            silent, seconds = [rank for rank in lost if mesh.was_silent(rank)], time.monotonic() - began
+            logger.warning(what_was_lost(lost, members, self._replaces(lost), seconds, silent, mesh.confirms))
 
-    def _job_without(self, ranks: Sequence[int]) -> tuple[int, bool]:
-        """How many ranks it had at the most, and whether other processes take the places of these."""
-        return self._members.shards, self._policy.replaces and self._members.can_be_replaced(ranks)
+    def _replaces(self, ranks: Sequence[int]) -> bool:
+        """Whether other processes take the places of these ranks."""
+        return self._policy.replaces and self._members.can_be_replaced(ranks)
 
     # Leaving on SIGTERM, and who waits to join ------------------------------------------------------
 
@@ -259,14 +258,14 @@ class Elastic:
             return
         if len(left) < self._policy.min_ranks:
             if members.topology.rank == 0:
-                logger.warning(too_few_left(leaving, members.pids, left, self._policy.min_ranks))
+                logger.warning(too_few_left(leaving, left, members, self._policy.min_ranks))
             self._job.exit_from_job(TERMINATED)
         lost = self._let_leave(leaving)
         self._follow(lost=lost, left=leaving)
         if lost:
             self._warn_of(lost, began)
         if members.topology.rank == 0:
-            logger.warning(who_left(leaving, members.pids, members.ranks, self._job_without(leaving)))
+            logger.warning(who_left(leaving, members, self._replaces(leaving)))
 
     def _let_leave(self, leaving: Sequence[int]) -> list[int]:
         """Leave the job, or go on without those that do; returns ranks that were lost meanwhile.
@@ -277,7 +276,8 @@ class Elastic:
         gone = self._agree(Wait("membership", self._job.failure_detector), leaving)
         assert gone is not None
         if self._members.own in leaving:
-            self._peers_here().own.leave()
+            if self._peers is not None:
+                self._peers.own.leave()
             if self.slot is not None:
                 self.slot.leave()
             self._job.exit_from_job(0)
