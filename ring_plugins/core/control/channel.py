@@ -123,7 +123,7 @@ class Channel:
         """Send a message.
 
         Args:
-            rank: to whom; without direct connections to all, rank 0, or on rank 0 any other. Or `EVERYONE` else.
+            rank: to whom: one that is connected to this rank, or is expected to be; this rank itself; or `EVERYONE`.
             kind: selects the handler.
             body: values that JSON can hold.
             droppable: whether it may be dropped when the network is too slow.
