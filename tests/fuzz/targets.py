@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import selectors
 import socket
 import struct
 import time
@@ -493,20 +492,21 @@ class LauncherMessages(Target):
             unpickled.append(packed)
             raise EOFError  # a pickle may run anything: only the authenticated get here
 
-        with ours, theirs, pytest.MonkeyPatch.context() as patch:
+        with ours, theirs, pytest.MonkeyPatch.context() as patch, calls.Driver(listens=False) as driver:
             patch.setattr(calls, "pickle", SimpleNamespace(loads=loads))
-            connection = calls._RankConnection(1, "host1", FrameSocket(ours, Purpose.LAUNCHER), 3)
+            driver._ranks, driver._connections[1] = 3, calls._Connection("host1")
+            driver._peers.add(1, FrameSocket(ours, Purpose.LAUNCHER))
             theirs.setblocking(False)
+            found: list[Outcome] = []
             for piece in _pieces(data, rng):
                 theirs.send(piece)
-                if (outcome := connection.move(selectors.EVENT_READ)) is not None:
+                found += driver._poll(0.0, lambda: None, Mock())
+                if found:
                     break
-            else:
-                theirs.close()
-                outcome = connection.move(selectors.EVENT_READ)
-                if outcome is None and connection.frames._received:  # a whole message more
-                    outcome = connection.move(selectors.EVENT_READ)
-            assert outcome is None or outcome.failure is not None
+            theirs.close()
+            for _ in range(2):
+                found += driver._poll(0.0, lambda: None, Mock())
+            assert len(found) == 1 and found[0].failure is not None
             assert len(unpickled) <= 1
 
 
