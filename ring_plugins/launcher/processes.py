@@ -10,6 +10,9 @@
   errors before they are killed. SIGUSR1 and SIGUSR2 are passed on.
 
 Process groups alone would not do: mpirun, shells and data loaders make sessions of their own.
+
+A script that has spawned its ranks waits for them itself (core/rendezvous/spawn.py). It is the user's process, whose
+other children and handlers of signals must stay as they are, and the core imports no launcher.
 """
 
 from __future__ import annotations
