@@ -88,6 +88,7 @@ class SynchronizedFit:
         self._model = callback._model
         self._installed: list[GradientAveraging] = []
         self._batch_norm: SynchronizedBatchNorm | None = None
+        self._passes_before = self._steps_until_check = 0
         self._has_begun = self._is_synchronized = self._has_told_difference = False
 
     @property
@@ -107,13 +108,13 @@ class SynchronizedFit:
         """
         announce_training()
         world, model = connect(), self.model
-        _running.add(self)
         self._finalizer = finalizer
         self._communicator, stop = world.new_communicator(FIT), world.new_communicator(STOP)
         self._communicators: list[Communicator[Any]] = [self._communicator, stop]
         self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted)
         self._losses = LossWatch()
         self._drift = DriftCheck(self._callback.drift_check_every)
+        _running.add(self)
         check_other_parallelism(model)
         # A rank with more steps would wait forever for the gradients of ranks that have finished.
         data = "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch."
