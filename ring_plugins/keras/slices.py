@@ -112,6 +112,8 @@ class Slices(abc.ABC):
 
     #: Whether gradients may have only some rows.
     between_rows = False
+    #: Whether parts are views of the variables' memory.
+    in_place = False
 
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         for variable in variables:
@@ -138,7 +140,7 @@ class Slices(abc.ABC):
             "Each rank updates a part of the weights, so all must update in the same way: set the same options and "
             "load the same checkpoint on all ranks.",
         )
-        self._gather = SliceGather(self.layout.plan, self.layout.rounds, communicator)
+        self._gather = SliceGather(self.layout.plan, self.layout.rounds, communicator, self.in_place)
 
     def compare(self, options: dict[str, object]) -> None:
         """Compare among the ranks what an update depends on besides gradients. Collective.

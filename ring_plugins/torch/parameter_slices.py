@@ -54,7 +54,7 @@ class ParameterSlices:
         self.pieces = [piece for one in self._rounds for piece in one.pieces[rank]]
         self._addresses = list(map(_address, self.parameters))
         self.tensors = [self._view(piece) for piece in self.pieces]
-        self._gather = SliceGather(plan, self._rounds, communicator)
+        self._gather = SliceGather(plan, self._rounds, communicator, in_place=True)
         self._map_memory()
 
     def _view(self, piece: Piece) -> torch.Tensor:
@@ -131,7 +131,7 @@ class ParameterSlices:
         """
         for number, one in enumerate(self._rounds):
             if any(gradients[entry] is not None for entry in one.entries):
-                self._gather.run(number, one.entries, self._wholes, self._own)
+                self._gather.run(number, self._wholes, self._wholes, self._own)
                 # Autograd then notices a backward that comes too late.
                 torch.autograd.graph.increment_version([self._flats[entry] for entry in one.entries])
 

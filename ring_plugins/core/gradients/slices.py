@@ -196,10 +196,21 @@ class SliceGather:
         plan: the tensors.
         rounds: how they are gathered.
         communicator: must have no other use.
+        in_place: whether a rank's own slice lies where it belongs in the whole tensors.
     """
 
-    def __init__(self, plan: FusionPlan, rounds: Sequence[Round], communicator: Communicator[Any]) -> None:
-        self._rounds, self._communicator = rounds, communicator
+    def __init__(
+        self, plan: FusionPlan, rounds: Sequence[Round], communicator: Communicator[Any], in_place: bool = False
+    ) -> None:
+        self._rounds, self._communicator, self._in_place = rounds, communicator, in_place
+        #: By round and rank the tensor of each piece, where the piece lies in it, and where in the buffer.
+        self._places = [
+            [
+                [(p.entry, slice(p.start, p.stop), slice(p.offset, p.offset + p.stop - p.start)) for p in pieces]
+                for pieces in one.pieces
+            ]
+            for one in rounds
+        ]
         self._dtypes = [plan.entries[one.entries[0]].dtype for one in rounds]
         counts: dict[Any, int] = {}
         for one, dtype in zip(rounds, self._dtypes, strict=True):
@@ -214,7 +225,7 @@ class SliceGather:
             number: of the round.
             present: its tensors that were updated, the same on all ranks, and at least one.
             wholes: by tensor, memory for all of it: 1-d, and of the type in which numpy stores its dtype.
-            own: by tensor, this rank's slice, in the same form; may be the part of `wholes` where it belongs.
+            own: by tensor, this rank's slice, in the same form; with `in_place`, a view of `wholes`.
         """
         one, dtype, communicator = self._rounds[number], self._dtypes[number], self._communicator
         first = sum(one.counts[: communicator.rank])
@@ -225,11 +236,11 @@ class SliceGather:
             communicator.all_gather(HostMemory(mine, dtype), HostMemory(wholes[i], dtype), one.counts)
             return
         packed = self._buffers[STORAGE[dtype]][: one.count]
-        for piece in one.pieces[communicator.rank]:
-            if piece.entry in own:
-                packed[piece.offset : piece.offset + piece.stop - piece.start] = own[piece.entry]
+        for i, _, place in self._places[number][communicator.rank]:
+            if i in own:
+                packed[place] = own[i]
         communicator.all_gather(HostMemory(packed[first:stop], dtype), HostMemory(packed, dtype), one.counts)
-        for piece in itertools.chain(*one.pieces):
-            if piece.entry in present:
-                part = packed[piece.offset : piece.offset + piece.stop - piece.start]
-                wholes[piece.entry][piece.start : piece.stop] = part
+        for rank, places in enumerate(self._places[number]):
+            for i, part, place in places if rank != communicator.rank or not self._in_place else ():
+                if i in present:
+                    wholes[i][part] = packed[place]

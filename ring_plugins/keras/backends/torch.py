@@ -98,6 +98,8 @@ class Exchange(backends.Exchange):
 class Slices(slices.Slices):
     """See the base class. Parts are views of the variables' memory, which is also where the others' parts go."""
 
+    in_place = True
+
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         super().__init__(variables, rank, size)
         for variable in variables:

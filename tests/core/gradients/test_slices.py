@@ -68,21 +68,21 @@ def test_what_has_to_stay_together_is_not_cut(size):
     assert [found[i] for i in range(len(ENTRIES))] == [entry.count for entry in ENTRIES]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("whole_tensors", [False, True])
-def test_every_rank_gets_the_slices_of_all(whole_tensors):
+def test_every_rank_gets_the_slices_of_all(whole_tensors, in_place):
     entries = ENTRIES[:6]
 
     def rank_of(rank, communicator):
         plan = FusionPlan(entries, ROUND_SIZES)
         rounds = plan_rounds(plan, communicator.size, whole_tensors)
-        gather = SliceGather(plan, rounds, communicator)
+        gather = SliceGather(plan, rounds, communicator, in_place)
         wholes = {i: np.zeros(entry.count, entry.dtype) for i, entry in enumerate(entries)}
         for number, one in enumerate(rounds):
             own = {p.entry: (np.arange(p.start, p.stop) % 99).astype(entries[p.entry].dtype) for p in one.pieces[rank]}
-            if number % 2:  # it lies where it belongs
-                for piece in one.pieces[rank]:
-                    wholes[piece.entry][piece.start : piece.stop] = own[piece.entry]
-                    own[piece.entry] = wholes[piece.entry][piece.start : piece.stop]
+            for piece in one.pieces[rank] if in_place else ():
+                wholes[piece.entry][piece.start : piece.stop] = own[piece.entry]
+                own[piece.entry] = wholes[piece.entry][piece.start : piece.stop]
             gather.run(number, one.entries, wholes, own)
         return all(np.array_equal(whole, (np.arange(whole.size) % 99).astype(whole.dtype)) for whole in wholes.values())
 
