@@ -227,23 +227,23 @@ class LearningRateWarmupCallback(_RateCallback):
         super().load_state_dict(state)
         self._is_over = state["is_over"]
 
-    def _full(self) -> float:
-        """The multiplier of the base after warm-up; before, it is 1."""
-        return scale_for(self.scaling, connect().topology.size)
+    def _multipliers(self) -> tuple[float, float]:
+        """The multipliers of the base at the first step and after warm-up."""
+        return 1.0, scale_for(self.scaling, connect().topology.size)
 
     def _multiplier(self, epoch: float) -> float | None:
-        full = self._full()
-        return full if epoch >= self.warmup_epochs else 1.0 + (full - 1.0) * max(epoch, 0.0) / self.warmup_epochs
+        first, full = self._multipliers()
+        return full if epoch >= self.warmup_epochs else first + (full - first) * max(epoch, 0.0) / self.warmup_epochs
 
     def _start(self, optimizer: Any) -> None:
         super()._start(optimizer)
         self._say_rate()
         self._is_over = False
         if self._rate is not None:
-            self._rate.scale = self._full()
+            _, self._rate.scale = self._multipliers()
 
     def _follow_losses(self, before: int) -> bool:
-        full = self._full()
+        full = scale_for(self.scaling, self._size)
         factor = full / scale_for(self.scaling, before)
         if self._rate is not None:
             self._rate.scale = full
@@ -256,15 +256,15 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def _say_rate(self) -> None:
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
-        topology, full, was_read = connect().topology, self._full(), None
+        topology, (lowest, highest), was_read = connect().topology, self._multipliers(), None
         if self._rate is not None:
             was_read, self._rate.was_read = self._rate.was_read, None
-        if topology.rank != 0 or full == 1.0 or (self._has_said_rate and was_read is None):
+        if topology.rank != 0 or lowest == highest or (self._has_said_rate and was_read is None):
             return
         self._has_said_rate = True
-        one, all_ranks = "the schedule's", f"{full:g} times that"
+        one, all_ranks = "the schedule's", f"{highest:g} times that"
         if self._rate is not None:
-            one, all_ranks = f"{self._rate.base:g}", f"{self._rate.base * full:g}"
+            one, all_ranks = f"{self._rate.base * lowest:g}", f"{self._rate.base * highest:g}"
         text = f"learning rate: {one} for one process, {all_ranks} for {topology.size} ranks after warm-up"
         if self._is_restored:
             logger.warning(
