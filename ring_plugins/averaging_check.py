@@ -1,6 +1,8 @@
-"""Notices ranks of one job that train by themselves: torch's optimizers step there, and nothing averages.
+"""Notices ranks of one job that train by themselves, since nothing averages; every rank's loss looks right then.
 
-Every rank's loss looks right then. There are two cases. A library that looks for the other processes by itself has
+A script that calls `init(ranks=4)` and then nothing else of this package may use any framework, and no plugin of ours.
+So a service of rank 0's monitor looks whether any communicator has been used (`UnusedWatch`). Where torch's optimizers
+step, more is known, and earlier. There are two cases. A library that looks for the other processes by itself has
 found none, although `init` connected them: training ends at its second step, on every rank, with the order that works.
 Or a plain loop averages nothing, which may be meant: rank 0 warns after some steps.
 
@@ -31,7 +33,6 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.functions import argument_observers
 from ring_plugins.core.job import World
-from ring_plugins.core.observe.unused import other_connections
 from ring_plugins.core.world import current, is_initialized, on_joined
 from ring_plugins.import_watch import ImportWatch, has_finished
 
@@ -51,6 +52,10 @@ _LIBRARIES = {
 }
 #: Those of them that look for the variables of a launcher, or for a process group of torch.
 _BY_VARIABLES = ("transformers", "accelerate")
+#: Seconds within which a job should have communicated. Downloads and the first batch may take minutes.
+_EXPECTED = 600.0
+#: Only scripts that import one of these are taken to train. Others may want ranks and nothing else.
+_FRAMEWORKS = ("torch", "tensorflow", "jax")
 #: Communicators of the public functions: scripts log with them, too.
 _PUBLIC = ("ring", "ring on GPUs")
 #: Seconds within which rank 0 hears that another rank waits for it.
@@ -61,13 +66,15 @@ _handles: list[Any] = []
 
 def register() -> None:
     """Have `init` watch torch's optimizers, and know of ranks that another library has connected."""
-    on_joined(_watch_once_loaded)
-    other_connections.append(_is_connected_otherwise)
+    on_joined(_watch)
 
 
-def _watch_once_loaded() -> None:
-    if current().topology.size == 1:
+def _watch() -> None:
+    job = current()
+    if job.topology.size == 1:
         return
+    if job.topology.rank == 0 and not job.is_joining:
+        job.add_service(UnusedWatch(job))
     if has_finished("torch"):
         expect_averaging()
     else:
@@ -94,6 +101,42 @@ def expect_averaging(starts_equal: bool = False) -> None:
     argument_observers[:] = [watch.count]
     atexit.unregister(_say_at_end)
     atexit.register(_say_at_end, watch)
+
+
+class UnusedWatch:
+    """A service of rank 0's monitor thread: warns once if no rank communicates, after a while or when the job ends.
+
+    Args:
+        job: whose.
+    """
+
+    def __init__(self, job: World) -> None:
+        self._job = job
+        self._began = time.monotonic()
+        self._is_over = False
+
+    def tick(self, now: float) -> None:
+        self._is_over = self._is_over or _is_connected_otherwise()
+        if now - self._began > _EXPECTED:
+            self._check(f"have not communicated in their first {_EXPECTED / 60:.0f} minutes")
+
+    def close(self) -> None:
+        self.tick(self._began)
+        self._check("have ended without communicating")
+
+    def _check(self, what: str) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        job, detector = self._job, self._job.failure_detector
+        has_failed = detector is not None and (detector.failed or detector.failure() is not None)
+        if job.has_communicated() or has_failed or not any(name in sys.modules for name in _FRAMEWORKS):
+            return
+        logger.warning(
+            f"the {job.topology.size} ranks of this job {what}, so each has worked by itself. To train one model on all "
+            "of them, use RingStrategy (Lightning), BroadcastCallback (Keras), or DistributedOptimizer and "
+            "broadcast_parameters (a plain PyTorch loop)."
+        )
 
 
 class _Watch:
@@ -179,7 +222,7 @@ class _Watch:
             if own.rank == 0 and _others_wait(world, self._began, _HEARD):
                 return
             raise LaunchError(self._alone(f"rank {own.rank} of {own.size}"))
-        if is_used:  # else core/observe/unused.py names the job
+        if is_used:  # else `UnusedWatch` names the job
             self._warn(world, _STEPS)
 
     def _warn(self, world: World, steps: int) -> None:

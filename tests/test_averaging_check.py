@@ -1,6 +1,7 @@
 """Ranks that train by themselves: a loop that averages nothing, and a library that has found no other rank."""
 
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -303,3 +304,36 @@ def test_transformers_trains_on_all_ranks():
     assert result.values("steps") == [4, 4]
     assert result.values("weights")[0] == result.values("weights")[1]
     assert "trains by itself" not in result.stderr
+
+
+@pytest.fixture
+def said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", sys))
+    found = []
+    monkeypatch.setattr(averaging_check.logger, "warning", found.append)
+    return found
+
+
+def job_of(size=2, is_used=False, has_failed=False):
+    detector = SimpleNamespace(failed=has_failed, failure=lambda: None)
+    topology = SimpleNamespace(size=size)
+    return SimpleNamespace(topology=topology, has_communicated=lambda: is_used, failure_detector=detector)
+
+
+def test_a_job_that_never_communicates_is_named_at_the_end_or_after_ten_minutes_and_once(said):
+    watch = averaging_check.UnusedWatch(job_of(3))
+    watch.tick(time.monotonic())
+    assert said == []
+    watch.tick(time.monotonic() + 601)
+    watch.close()
+    assert len(said) == 1 and said[0].startswith("the 3 ranks of this job have not communicated in their first 10 min")
+    averaging_check.UnusedWatch(job_of(3)).close()
+    assert len(said) == 2 and said[1].startswith("the 3 ranks of this job have ended without communicating")
+
+
+def test_jobs_that_communicate_fail_or_do_not_train_are_not_named(said, monkeypatch):
+    averaging_check.UnusedWatch(job_of(is_used=True)).close()
+    averaging_check.UnusedWatch(job_of(has_failed=True)).close()
+    monkeypatch.setattr(averaging_check, "_FRAMEWORKS", ("no such framework",))
+    averaging_check.UnusedWatch(job_of()).close()
+    assert said == []

@@ -29,7 +29,7 @@ from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
-from ring_plugins.core.control.monitor import MonitorThread
+from ring_plugins.core.control.monitor import MonitorThread, Service
 from ring_plugins.core.control.rank_zero import RankZero
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.gpu.executor import GpuWatchdog
@@ -216,7 +216,7 @@ class World(Communicators):
         joins = self.is_joining
         assert self.channel is not None
         detector = self.failure_detector = FailureDetector(self.members, self.local_peers, self.channel)
-        observers = Observers(self.channel, detector, self.activities, self.has_communicated, records)
+        observers = Observers(self.channel, detector, self.activities, records)
         self.observers = observers
         launched = self.launcher.is_parent or self.own_slot is not None
         monitor = MonitorThread(detector, self.channel, launched, self.abort, self.status_after)
@@ -226,6 +226,11 @@ class World(Communicators):
             monitor.add(service)
         self._monitor = monitor
         return monitor
+
+    def add_service(self, service: Service) -> None:
+        """Let the monitor's thread call a service from now on."""
+        if self._monitor is not None:
+            self._monitor.add(service)
 
     def exit_from_job(self, status: int) -> NoReturn:
         """Leave the job now: what the script still does on its way out is not part of it."""

@@ -1,4 +1,4 @@
-"""Puts together what observes a job: reports of stalls, the step breakdown, the timeline, the watch for unused jobs.
+"""Puts together what observes a job: reports of stalls, the step breakdown, the timeline.
 
 Every rank has the parts that report; rank 0 also has those that collect.
 """
@@ -17,7 +17,6 @@ from ring_plugins.core.control.monitor import Service
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
 from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
-from ring_plugins.core.observe.unused import UnusedWatch
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -29,7 +28,6 @@ class Observers:
         channel: between the ranks.
         failure_detector: knows which ranks have failed or left.
         activities: returns the last operation of this rank in each communicator.
-        has_communicated: whether there has been any operation, also in a communicator that is gone.
         records: whether rank 0 writes a timeline of the whole job.
 
     Attributes:
@@ -49,7 +47,6 @@ class Observers:
         channel: Channel,
         failure_detector: FailureDetector,
         activities: Callable[[], Iterable[Activity]],
-        has_communicated: Callable[[], bool],
         records: bool = False,
     ) -> None:
         warning = config.STALL_WARNING.get()
@@ -67,13 +64,7 @@ class Observers:
             self.all_steps = StepAggregator(channel, members, logger.warning)
             self.timeline = TimelineAggregator(channel, members)
             self.all_stalls = StallAggregator(channel, members, warning, abort, logger.warning)
-            unused = UnusedWatch(
-                len(members.known),
-                has_communicated,
-                lambda: failure_detector.failed or failure_detector.failure() is not None,
-                logger.warning,
-            )
-            self.services += [self.all_stalls, self.all_steps, self.timeline, unused]
+            self.services += [self.all_stalls, self.all_steps, self.timeline]
             directory = config.TIMELINE.get()
             if directory:
                 self.timeline.start(Path(directory))
