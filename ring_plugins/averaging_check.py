@@ -133,8 +133,8 @@ class UnusedWatch:
         if job.has_communicated() or has_failed or not any(name in sys.modules for name in _FRAMEWORKS):
             return
         logger.warning(
-            f"the {job.topology.size} ranks of this job {what}, so each has worked by itself. To train one model on all "
-            "of them, use RingStrategy (Lightning), BroadcastCallback (Keras), or DistributedOptimizer and "
+            f"the {job.topology.size} ranks of this job {what}, so each has worked by itself. To train one model on "
+            "all of them, use RingStrategy (Lightning), BroadcastCallback (Keras), or DistributedOptimizer and "
             "broadcast_parameters (a plain PyTorch loop)."
         )
 

@@ -1,9 +1,12 @@
 """Gradients of a torch model, averaged while backward is still running.
 
-The path of one gradient: autograd accumulates it and calls `GradientAverager`'s hook; the hook marks it ready with the
-core's `GradientReducer`; when the last gradient of a bucket is ready the reducer has `GradientBuckets` fill the bucket
-and launches one all-reduce. The end of backward launches what is left and waits, so `p.grad` holds averages as soon as
-`backward()` returns.
+The path of one gradient: autograd accumulates it and calls `GradientAverager`'s hook (`backward`); the hook marks it
+ready with the core's `GradientReducer`; when the last gradient of a bucket is ready the reducer has `GradientBuckets`
+fill the bucket and launches one all-reduce. The end of backward launches what is left and waits, so `p.grad` holds
+averages as soon as `backward()` returns. What ranks compare travels with them (`consistency`).
+
+The file is longer than others, and its class has more methods: they are the public ones, and the way of a pass, from
+the first hook to its end or failure, which is read together.
 """
 
 from __future__ import annotations
