@@ -95,7 +95,8 @@ class RingTrainerLogic(RingParallelLogic):
     # It derives from ParallelStrategy and not from DDPStrategy: the module is not wrapped, and nearly everything that
     # DDPStrategy adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging, the
     # assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
-    # again. What it would have brought, permission to train compiled modules, is one line in `packages`.
+    # again. What it would have brought, permission to train compiled modules, is one line in `packages`. The class has
+    # more than 25 methods, since nearly all are hooks of Lightning's strategies.
 
     strategy_name = "ring"
     recovers = True

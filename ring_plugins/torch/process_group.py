@@ -4,7 +4,8 @@ torch calls a process group written in Python by name, from Python (torch/distri
 (PyProcessGroup in torch/csrc/distributed/c10d). DistributedDataParallel, FSDP, DTensor, object collectives and
 torchmetrics are built on these calls, so they all work on any group that has them. Names differ among releases:
 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their `_coalesced` forms; 2.4 to 2.12
-call the names at the end of the class, and the C++ of 2.13 still falls back to those.
+call the names at the end of the class, and the C++ of 2.13 still falls back to those. So the class has more than 25
+methods: nearly all are torch's names.
 
 A collective runs in one of three ways. If torch would only wait for it (`opts.asyncOp` exists and is False), it runs in
 the calling thread. Otherwise it runs on the communicator's thread, after everything started there before. On a GPU
