@@ -11,8 +11,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.base.member import Members
-from ring_plugins.core.base.topology import Topology
+from ring_plugins.core.base.member import Members, Topology
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor

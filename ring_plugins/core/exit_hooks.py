@@ -34,8 +34,8 @@ from typing import Any, NoReturn, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed, PeerLeft
 from ring_plugins.core.base.log import flush_output, logger
+from ring_plugins.core.base.member import Topology
 from ring_plugins.core.base.threads import HelperThread, set_on_death
-from ring_plugins.core.base.topology import Topology
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
 from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.linux.process import is_failure

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from ring_plugins.core import world
 from ring_plugins.core.base import config
-from ring_plugins.core.base.topology import Topology
+from ring_plugins.core.base.member import Topology
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.rendezvous import LaunchRecord, detect, record
 
