@@ -69,7 +69,7 @@ L.seed_everything(0)  # a large update of a small number would round the bit awa
 
 class Model(BoringModel):
     def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 7 and self.global_rank == 1:
+        if batch_idx == 8 and self.global_rank == 1:  # behind step 8, after which weights are compared anyway
             with torch.no_grad():
                 self.layer.bias.view(torch.int32)[0] ^= 1 << 10
 
