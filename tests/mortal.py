@@ -147,7 +147,7 @@ def end_in_round(number: int, when: str) -> None:
         end_around(mesh_admission.MeshAdmission, "call", end, is_in)
         end_around(mesh_admission.Candidate, "called", end, is_in)
     if number == 4:
-        end_around(joining._Agreement, "go_on", end, is_in)
+        end_around(joining, "go_on", end, is_in)
     mesh_admission.MeshAdmission.gather = gather  # type: ignore[method-assign]
     mesh_admission.Candidate.gather = gather_as_joiner  # type: ignore[method-assign]
     mesh_admission.Candidate.decision = decision  # type: ignore[method-assign]
