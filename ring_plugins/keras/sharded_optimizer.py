@@ -60,11 +60,7 @@ def check_shardable(optimizer: Any) -> None:
 
 
 def sharded(optimizer: Any, is_wanted: bool) -> ShardedUpdates | None:
-    """What shards an optimizer, if it is to be sharded, or has been when an exception ended a `fit`.
-
-    Args:
-        optimizer: the outermost one.
-        is_wanted: whether it is made if it is not sharded yet.
+    """What shards an optimizer, the outermost one, if that is wanted, or was so when an exception ended a `fit`.
 
     Raises:
         ArgumentError: it cannot be sharded.
@@ -146,9 +142,8 @@ class ShardedUpdates:
         if self._optimizer.built:
             return
         variables = list(variables)
-        foreign = next((v for v in variables if not isinstance(v, keras.Variable)), None)
-        if foreign is not None:
-            raise ArgumentError(f"{foreign.name} is not a keras.Variable; sharded optimizers update only those.")
+        if foreign := [v for v in variables if not isinstance(v, keras.Variable)]:
+            raise ArgumentError(f"{foreign[0].name} is not a keras.Variable; sharded optimizers update only those.")
         with backend().at_once():
             topology = connect().topology
             self._slices = backend().Slices(variables, topology.rank, topology.size)
@@ -180,11 +175,10 @@ class ShardedUpdates:
         """Make the optimizer forget its variables but the number of iterations and the rate; returns all it had."""
         optimizer = self._optimizer
         had: list[Any] = optimizer.variables
-        kept = (optimizer._iterations, optimizer._learning_rate)
         for variable in had:
-            if not any(variable is one for one in kept):
+            if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
                 optimizer._untrack_variable(variable)
-        for name, value in list(vars(optimizer).items()):  # the lists of slot variables
+        for name, value in vars(optimizer).items():  # the lists of slot variables
             is_list = isinstance(value, list) and value and all(isinstance(v, keras.Variable) for v in value)
             if is_list and name != "_variables":
                 vars(optimizer)[name] = []
@@ -276,10 +270,9 @@ class ShardedUpdates:
 
     def _check_same_state(self, communicator: Communicator) -> None:
         """Check that all ranks have loaded the same, if each takes its part of what it has."""
-        sums = [self._loaded]
-        if self._kind() == "whole":
-            sums += [checksum(value_of(variable)) for variable in self._optimizer.variables]
-        if len(set(communicator.all_gather_object(tuple(sums), "state of sharded optimizer"))) > 1:
+        known = self._optimizer.variables if self._kind() == "whole" else []
+        sums = (self._loaded, *(checksum(value_of(variable)) for variable in known))
+        if len(set(communicator.all_gather_object(sums, "state of sharded optimizer"))) > 1:
             raise MismatchError(
                 "the states of an optimizer that is to be sharded differ among ranks. Load the same checkpoint on all "
                 "ranks, or call broadcast_variables(model) before the first step."
