@@ -101,7 +101,7 @@ def main() -> None:
     for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020 - the range is made once
         state.commit()
         # The one that has just been rejected still says that it waits, until it has ended.
-        while FAULT == "other model" and state.epoch == 1 and any(one.world_rank == 3 for one in slots().waiting()):
+        while FAULT == "other model" and state.epoch == 1 and any(one.rank == 3 for one in slots().waiting()):
             time.sleep(0.01)
         for batch in range(BATCHES):
             begin_step(state.step, mine, ranks)
