@@ -50,6 +50,8 @@ class FrameSocket:
         self._outgoing: deque[memoryview] = deque()
         self._incoming = bytearray()
         self._received: deque[bytes] = deque()
+        #: Why sending failed first: the kernel tells an error once, to whoever reads or writes next.
+        self._end: Disconnected | None = None
 
     def fileno(self) -> int:
         """For selectors."""
@@ -79,7 +81,8 @@ class FrameSocket:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                raise Disconnected.by(error) from error
+                self._end = self._end or Disconnected.by(error)
+                raise self._end from error
             self.unsent -= sent
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.popleft())
@@ -103,7 +106,7 @@ class FrameSocket:
             end = Disconnected.by(error)
         messages = self._whole_messages()
         if end is not None and not messages:
-            raise end
+            raise self._end or end
         return messages  # the next call raises
 
     def _whole_messages(self) -> list[bytes]:

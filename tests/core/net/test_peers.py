@@ -1,7 +1,9 @@
 """The message loop, with pairs of sockets in the place of other processes."""
 
+import errno
 import os
 import socket
+import struct
 import threading
 import time
 
@@ -81,6 +83,21 @@ def test_the_last_messages_of_a_peer_are_read_even_if_sending_to_it_fails(loop):
     with peers.lock:
         found = list(peers.events([]))  # only what has to be sent is looked at
     assert found[0] == (1, b"the cause") and isinstance(found[1][1], Disconnected)
+
+
+def test_the_end_of_a_peer_says_what_the_kernel_told_a_thread_that_sent():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    peers = Peers()
+    peers.add(1, FrameSocket(ours, Purpose.CONTROL))
+    peers.wait(0.0)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+    theirs.close()
+    peers.send(1, b"told by any thread")
+    [(_, how)] = turns(peers, 1)
+    assert how.code == errno.ECONNRESET
+    peers.close()
 
 
 def test_droppable_messages_are_dropped_where_too_much_waits_and_the_rest_is_kept(loop):
