@@ -258,7 +258,7 @@ class Coordinator:
 
     def _expects(self, claim: Claim) -> bool:
         host = self._hosts[claim.rank] if 0 <= claim.rank < len(self._hosts) else None
-        return host is not None and host.addresses is None and host.inbox is None
+        return not self._end_at and host is not None and host.addresses is None and host.inbox is None
 
     def _poll(self, seconds: float) -> None:
         if self._requests is not None:
@@ -276,7 +276,8 @@ class Coordinator:
             new.socket.close()
             return
         end_when_silent(new.socket)
-        self._hosts[new.claim.rank].addresses = str(new.socket.getpeername()[0]), str(new.socket.getsockname()[0])
+        # The kernel has forgotten the other end of a connection that was reset meanwhile.
+        self._hosts[new.claim.rank].addresses = new.address, str(new.socket.getsockname()[0])
         self._peers.add(new.claim.rank, FrameSocket(new.socket, Purpose.LAUNCHER))
 
     def _read(self, host: Host, event: Event) -> None:

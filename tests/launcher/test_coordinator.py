@@ -1,10 +1,14 @@
 """What the coordinator of a job on several hosts makes of its hosts' reports."""
 
+import select
 import signal
+import socket
 import threading
 
 import pytest
 
+from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, advance, wait_for
 from ring_plugins.launcher import coordinator as coordinator_module
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import Link
@@ -161,6 +165,29 @@ def test_a_host_that_comes_when_all_others_have_ended_does_not_keep_the_job_from
         assert found._hosts[2].is_over and logins.ended == 1
         assert polled.told == ["host3 comes too late, since the other ranks have ended; rank 4 will not join."]
         assert verdict(found._hosts, [], 4) == (0, None)
+
+
+def test_a_supervisor_that_dies_when_it_has_proved_itself_is_lost_and_ends_nothing_else():
+    with coordinator() as of, socket.create_connection(("127.0.0.1", of.port)) as connected:
+        of._poll(0.1)
+        handshake = ClientHandshake(of.key.encode(), Purpose.LAUNCHER, Claim(1))
+        assert wait_for(connected, select.POLLIN, 5) and not handshake.has_proved
+        connected.setblocking(False)
+        assert not advance(connected, handshake) and handshake.has_proved
+        connected.close()  # its kernel answers the result of the handshake with a reset
+        for _ in range(100):
+            of._poll(0.05)
+            if of._hosts[1].is_lost:
+                break
+        assert [host.is_lost for host in of._hosts] == [False, True]
+
+
+def test_a_supervisor_that_comes_when_the_job_ends_already_is_not_waited_for():
+    with Polled() as polled:
+        polled.coordinator._end(signal.SIGTERM)
+        with pytest.raises(LaunchError, match="does not expect this rank"):
+            Link(job(polled.coordinator, 1))
+        assert not polled.coordinator._hosts[1].is_connected
 
 
 def test_a_signal_ends_the_job_with_its_status():
