@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ring_plugins.core.arrays.memory import DeviceMemory, Memory, host_memory
-from ring_plugins.core.base.types import Array
 
 if TYPE_CHECKING:
+    from ring_plugins.core.base.types import Array
     from ring_plugins.core.gpu.communicator import DeviceCommunicator
     from ring_plugins.core.gpu.registered import RegisteredMemory
 

@@ -31,8 +31,8 @@ from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.mesh_admission import Candidate, NotAdmitted
 from ring_plugins.core.control.parent_notifier import ParentNotifier, notify_parent
 from ring_plugins.core.gpu import nccl
-from ring_plugins.core.joining import join as joining
 from ring_plugins.core.linux.shared_memory import Segment
+from ring_plugins.core.members import join_descriptors
 from ring_plugins.core.net import network_choice
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, ServerHandshake
@@ -431,7 +431,7 @@ class SlotRows(Target):
         places, self._segment = slots.Slots(rows), Segment.create(8)
         places.take(Member(0, 0, liveness=self._segment.address), as_member=True)
         places.take(Member(7, 1, liveness=self._segment.address), as_member=False)
-        places.leave(2)
+        slots.OwnSlot(rows, 2).leave()
         return [rows[: 3 * 64].tobytes()]
 
     def run(self, data: bytes, rng: random.Random) -> None:
@@ -453,7 +453,7 @@ class Admissions(JsonTarget):
     def __init__(self) -> None:
         self._segments = [Segment.create(64), Segment.create(640)]
         everyone = [Member(rank, slot, liveness=(os.getpid(), 5, 4096)) for slot, rank in ((0, 0), (1, 1), (2, 3))]
-        self._call = joining.Invitation(everyone, [3])
+        self._call = join_descriptors.Invitation(everyone, [3])
         super().__init__()
 
     def valid(self) -> list[bytes]:
@@ -473,7 +473,7 @@ class Admissions(JsonTarget):
         own = Segment.create(64)
         for told in ({0: of_member, 1: of_member, 3: found}, {0: of_member, 1: found, 3: of_joiner}):
             with contextlib.suppress(NotAdmitted, SharedMemoryError):
-                joining.map_descriptors(told, self._call, {0: communicator}, {0: own}, 0, [0, 1, 3])
+                join_descriptors.map_descriptors(told, self._call, {0: communicator}, {0: own}, 0, [0, 1, 3])
 
 
 class LauncherMessages(Target):
@@ -740,7 +740,7 @@ class SupervisorMessages(JsonTarget):
         told: list[str] = []
         hosts = [("host1", [0, 1]), ("host2", [2, 3])]
         ours, theirs = socket.socketpair()
-        with theirs, Coordinator(hosts, self._processes, told.append, 0, most=6) as coordinator:
+        with Coordinator(hosts, self._processes, told.append, 0, most=6) as coordinator, theirs:
             theirs.setblocking(False)
             coordinator._expects = lambda claim: True  # type: ignore[method-assign]
             host = coordinator._hosts[0]
