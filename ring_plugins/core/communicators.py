@@ -74,7 +74,7 @@ class Communicators:
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """Of all ranks that are left, those with which they started, in the order of ranks."""
+        """World ranks of the surviving members, in rank order."""
         return self.members.ranks
 
     def new_communicator(

@@ -105,7 +105,7 @@ class World(Communicators):
     # Joining the job ------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Join the other ranks, which all call this."""
+        """Connect to the other ranks; collective."""
         rendezvous, policy = self._rendezvous, self._policy
         rank, size = rendezvous.rank, rendezvous.size
         own = Liveness.create(rank) if size > 1 and is_available() else None
@@ -147,7 +147,7 @@ class World(Communicators):
             self.own_slot.take_part(self.members.here)
 
     def _connect_alone(self) -> None:
-        """Be a job of one that looks like one of all slots, until it joins: the others do not wait for this process."""
+        """Pretend to be the full-size job until this process has joined; nobody waits for it."""
         rank, slot, size = self.world_rank, self._rendezvous.rank, self._rendezvous.size
         self.channel, liveness = Channel(rank, size), Liveness.create(rank)
         assert self.own_slot is not None
@@ -182,7 +182,7 @@ class World(Communicators):
         return list(self.members.here.addresses)
 
     def write_join_info(self) -> None:
-        """Say to new processes of this host how to be reached by the others, if processes may join there."""
+        """Publish the job's addresses and secret for processes that join on this host, if any may."""
         if self.own_slot is not None and self.replaces and self.listener is not None:
             address = self.transport.address if self.transport is not None else UNIX  # the same from all ranks
             slots = self.members.told_of_slots()

@@ -267,7 +267,7 @@ class Supervisor:
             self._publish("members", {"members": members, "joiners": [] if members else self._joiners()})
 
     def _publish(self, kind: str, body: Any) -> None:
-        """Tell the coordinator something of which it gets the whole whenever it has changed."""
+        """Send a value to the coordinator in full, if it has changed."""
         if self._published.get(kind) != body:
             self._published[kind] = body
             self._link.send(kind, body)

@@ -5,8 +5,8 @@ each rank, and `results` returns what `ring_plugins.run` and its relatives retur
 up to each launcher: a pipe on one host, a socket between hosts and on Spark, the object store of Ray.
 
 In a job that goes on without ranks that are lost, a rank without a result is no failure of the call, as long as others
-bring theirs; `RankResults.lost` names it. Where other processes take the places of lost ranks, the result of a place is
-that of the process which had it last.
+bring theirs; `RankResults.lost` names it. Where lost ranks are replaced, the result of a slot is that of its last
+owner.
 """
 
 from __future__ import annotations

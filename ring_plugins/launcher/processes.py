@@ -1,4 +1,4 @@
-"""Ends processes together: when one of them fails, on a signal, and when the process that started them is killed.
+"""A group of processes that ends together: when one fails, on a signal, and when the process that started it dies.
 
 `ring run` promises that nothing of a job outlives it. Three mechanisms of Linux keep that promise:
 

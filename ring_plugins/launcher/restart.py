@@ -78,7 +78,7 @@ class SlotProcesses:
     Args:
         rows: in which the processes say how far they are, by the numbers of their slots.
         ranks: of this host at the job's start.
-        size: number of ranks then. From it on, world ranks are those of processes that were not there.
+        size: number of ranks then; processes that start later have world ranks from this number on.
         start: starts a process for a slot, or, without one, a standby, under a world rank.
         notify: shows one line to the user.
         recovers: whether the others go on when a process is killed by a signal, or ends without telling them. One that
@@ -212,7 +212,7 @@ class SlotProcesses:
     # Which slots get another -------------------------------------------------------------------------
 
     def follow(self, added: Sequence[tuple[int, int]]) -> None:
-        """Have these slots behind the first ones, and those others by which processes joined.
+        """Set the added slots, and keep those of processes that have joined already.
 
         Args:
             added: in ascending order what users call each, and its `AddedSlot.attempt`.

@@ -344,8 +344,8 @@ class _EndOfBackward:
         self._prehooks += [function.register_prehook(lambda *_: self.request()) for function in following]
 
 
-#: In place of a callback before the first backward and after one that ended, and after one that raised. Each refers to
-#: an object that is gone, so calling it returns None.
+#: Sentinels: no backward is running, and the last backward raised. Each is a reference to an object that is gone, so
+#: calling it returns None.
 no_callback, _raised = (weakref.ref(_EndOfBackward.__new__(_EndOfBackward)) for _ in range(2))
 
 #: Of all threads: a process may run backwards in several. Going through a WeakSet takes more calls.

@@ -461,7 +461,7 @@ class GradientAverager:
         """Get the averages of a pass, and whatever else the ranks agree on at its end.
 
         Returns:
-            Whether a rank is to leave now.
+            Whether the membership changes now: a rank leaves, or a process joins.
         """
         if self._recovery is not None:
             buckets.wants_change = self._recovery.begin_pass()

@@ -269,11 +269,11 @@ class Members:
     # What processes that join learn of the slots -----------------------------------------------------
 
     def told_of_slots(self) -> list[list[Any]]:
-        """Of each slot that ever had a member: key and name of its host, and cores. JSON can hold it."""
+        """(node key, host, cores) of each slot that ever had a member, in a form that JSON can hold."""
         return [[one.node, one.host, one.cores] for one in self.of_slot]
 
     def learn_of_slots(self, told: Sequence[Sequence[Any]]) -> None:
-        """Know of the slots what a member does; see `told_of_slots`."""
+        """Take over what a member knows of the slots; see `told_of_slots`."""
         self.of_slot = _of_slots(told)
         self._take_slots()
 

@@ -86,7 +86,7 @@ class FailureDetector:
         members: as given.
         rank: world rank of this process.
         aborted: whether the failure that ends the job has been raised in this process, whose script now ends it.
-        has_raised: whether any error about a peer has, which the script may have caught.
+        has_raised: whether any error about a peer was raised here, even if the script caught it.
         failed: whether this process has reported its own failure.
         has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.

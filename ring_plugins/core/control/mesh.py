@@ -78,9 +78,9 @@ class Mesh:
         members: as given.
         rank: world rank of this process.
         committed: how many operations are confirmed; the communicators count it.
-        pending: ranks whose loss this rank has found while it waited for the confirmation of an operation that others
-            have: they find it in their next operation, so this one takes it over there, too. None if there are none.
-        joined: members of the last view that is agreed on that were none in the view before.
+        pending: lost ranks that are dropped in the next operation only, because the others have finished this one; None
+            if there are none.
+        joined: members of the latest agreed view that were not in the view before it.
         is_excluded: whether the others go on without this rank, if they go on at all.
         rounds: what ranks have told in the admission of a process.
     """
@@ -135,7 +135,7 @@ class Mesh:
         self._channel.start()
 
     def go_on_from(self, backlog: Sequence[tuple[int, bytes]], decision: Decision) -> None:
-        """Begin to watch the ranks that this one has joined, to those of which the channel is connected that live.
+        """Start monitoring the members that this rank has joined; the channel is connected to those that are alive.
 
         Args:
             backlog: messages that have arrived already, each with its sender.
@@ -169,11 +169,11 @@ class Mesh:
             return frozenset(self._consensus.dead.intersection(self._consensus.members))
 
     def interrupts(self, dead: Collection[int] = (), absent: Collection[int] = ()) -> bool:
-        """Whether this rank must give up the operation under way, to agree on who is left.
+        """Whether this rank must abort the operation under way, to agree on who is left.
 
         Args:
-            dead: what `dead` returned before this rank looked who is
-            absent: from the operation.
+            dead: what `dead` returned before `absent` was determined.
+            absent: ranks that have not arrived in the operation.
         """
         if self.confirms:
             return self.must_agree()

@@ -7,17 +7,17 @@ members have agreed (consensus.py):
    everything that it has to know of the job. The connection authenticates itself, as all do.
 2. Everyone tells all others what it has made for them (`OFFERS`).
 3. Everyone tells all others that it is *ready*: it has mapped and noted all that, and needs nothing more of anybody.
-4. A member that has heard this from all arrives in the agreement on the next view with the joiner, any other one
-   without. The joiner is in that view only if no member came without. Each member that learns of the decision tells
-   the joiner before anybody else can miss it there.
+4. A member that has received READY from everyone votes for a next view with the joiner; any other member votes for one
+   without. The joiner is in that view only if all members voted for it. Each member that learns of the decision sends
+   it to the joiner before anybody else can miss the joiner.
 
 A member that is in trouble tells the others, so that none waits for it, and arrives without. That also interrupts
 those in step 2 or 3. So after each attempt all members are in the next view, with the joiner or without. If it dies
 before the decision, its connections end, and nobody joins. If it dies behind it, it is lost as any member.
 
-A member that once heard nothing from the joiner's host never takes it for reachable again (consensus.py), also if the
-network comes back before the joiner has joined, or has learned of it. It says so, the joiner ends, and its
-successor joins under another number.
+Silence is permanent: a member that has lost contact with the joiner's host never counts it as reachable again
+(consensus.py), even if the network comes back before the joiner has joined. The member says so, the joiner exits, and
+its successor joins under a new rank.
 
 A joiner that stops would keep all members waiting at each step. After some seconds they give up, and those of its
 host kill it. One that stops behind the decision has joined, and they kill it, too (`begin_together`).
@@ -138,7 +138,7 @@ class MeshAdmission:
         return {**mesh.rounds.of(view, number), mesh.rank: payload}
 
     def give_up(self, listener: Listener) -> None:
-        """Let go of the joiner, which has not joined."""
+        """Abort the join."""
         listener.close_tag(MESH_TAG)
         self._mesh.dismiss(self._joiner)
 
@@ -147,7 +147,7 @@ class MeshAdmission:
 
     @property
     def _patience(self) -> float:
-        """A network that is away for less than RING_NETWORK_TIMEOUT is no reason to let another host kill a process."""
+        """Seconds to wait for the joiner: at least RING_NETWORK_TIMEOUT if ranks of another host would kill it."""
         peers = self._mesh.members.known
         is_killed_by_others = not self._pid and any(
             peers[rank].domain == peers[self._joiner].domain for rank in self._others

@@ -66,8 +66,8 @@ def admit(place: str = "", lost: bool = True, added: bool = False) -> tuple[int,
     """Let those join that wait; all members call this at the same place, outside of operations.
 
     Args:
-        place: of the script, as `join` gets it in processes that are to come to the same one.
-        lost: whether those may join here that take the places of lost ranks.
+        place: label of this place in the script; joiners must have called `join` with the same one.
+        lost: whether replacements of lost ranks may join here.
         added: whether added ranks may join here: the data is divided anew after this place.
 
     Returns:
@@ -124,7 +124,7 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
 
 
 def _waiting_here(world: World) -> list[Member]:
-    """Those of this host that wait, and those of hosts that have no ranks."""
+    """Pending joiners on this host and on hosts without members."""
     slot, members = _slot(world), world.members
     here = [one._replace(node=members.node_for(one.slot), domain=members.here.domain) for one in joiners_here(slot)]
     elsewhere = [one._replace(node=one.domain, host=quoted(one.host, 64)) for one in slot.remote_joiners()]

@@ -1,4 +1,4 @@
-"""The rank from which several broadcasts in a row take something, though ranks may be lost between them.
+"""A broadcast root that survives renumbering: several broadcasts in a row take from one process.
 
 When a rank is lost, those above it get other numbers. A loop that broadcasts one tensor after the other from a fixed
 number would then take some from one process and the rest from another, and all ranks would have the same wrong values.

@@ -137,9 +137,9 @@ def _untold_changes() -> list[MembershipChange]:
 
 
 def _hear_of(changes: Sequence[MembershipChange]) -> None:
-    """In a joiner, have the script told of changes before it joined, as a member told them.
+    """Replay to a joiner the changes that it missed, as a member sent them.
 
-    All are told at the same place, and equally often. So one that has joined behind another hears of that, too.
+    All ranks' callbacks run at the same place and equally often, so a joiner also sees the joins before its own.
     """
     own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
     before = list(itertools.takewhile(lambda change: own not in change.joined, changes))

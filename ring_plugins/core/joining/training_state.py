@@ -66,7 +66,7 @@ class ListedState(abc.ABC):
         return current().operations() == self._operations_at_join
 
     def _let_join(self, added: bool) -> bool:
-        """Let processes join that wait, also such by which the job grows if it may here; returns whether one has."""
+        """Admit pending joiners, added ranks only if `added`; returns whether any has joined."""
         elastic = current().elastic
         is_pending = elastic.is_pending or (added and elastic.pending)
         joined = admit(self._place(), added=added) if is_pending else ()

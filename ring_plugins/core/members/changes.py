@@ -1,4 +1,4 @@
-"""How the script and the log hear of changes of a job's ranks."""
+"""Reports changes of a job's ranks to the script's callbacks and to the log."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class MembershipChange(NamedTuple):
 class ChangeCallbacks:
     """The script's functions that are called when the ranks of a job have changed.
 
-    A loss is found in the middle of an operation, when the script can do nothing. So changes are noted, and told when
-    that operation, or the backward that it belongs to, is over: at the same place on all ranks.
+    A loss is found in the middle of an operation, when the script can do nothing. So changes are queued, and the
+    callbacks run when that operation, or the backward that it belongs to, is over: at the same place on all ranks.
 
     Attributes:
-        untold: changes of which the script does not know, oldest first.
+        untold: changes that the callbacks have not been called for yet, oldest first.
     """
 
     def __init__(self) -> None:

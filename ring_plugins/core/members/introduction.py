@@ -1,4 +1,4 @@
-"""What the processes of a starting job tell each other of themselves in its first exchange."""
+"""The record that each process of a starting job sends to all others in the first exchange."""
 
 from __future__ import annotations
 

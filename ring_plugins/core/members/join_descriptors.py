@@ -51,11 +51,12 @@ def joiners_here(slots: Slots) -> list[Member]:
 
 
 class Renewal(NamedTuple):
-    """What a communicator goes on with.
+    """Memory and counters with which a communicator continues after a join.
 
     Attributes:
-        segments: fresh control pages of the ranks of this host; none where nobody of this host joins.
-        parts: those of each shared buffer, likewise; None if all processes drop theirs, since a joiner has others.
+        segments: fresh control pages of the ranks of this host; empty if nobody joins on this host.
+        parts: the parts of each shared buffer, by rank of this host; None if every rank frees its buffers, because a
+            joiner's differ.
         key, operations: as in `HostCommunicator.renew`.
     """
 
@@ -83,7 +84,7 @@ def descriptor_of(communicator: HostCommunicator, segment: Segment | None) -> di
 
 # Reading what others have told: a mistake in it ends this attempt, on all ranks, and nothing else ------------------
 
-#: Errors that say so.
+#: Exceptions that malformed input raises.
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
 
 
@@ -137,7 +138,7 @@ def _check_places(places: Mapping[int, str], invitation: Invitation) -> None:
 def _agreed(
     descriptors: Mapping[int, Mapping[int, dict[str, Any]]], invitation: Invitation
 ) -> tuple[dict[int, dict[str, Any]], set[int]]:
-    """The communicators that all have, by creation order, as a member tells of them, and those whose buffers all drop.
+    """Descriptors of the communicators that all ranks have, by creation order, and which of them free their buffers.
 
     Raises:
         DifferentScript: a joiner has others than the members, as all find alike.

@@ -69,11 +69,11 @@ class Elastic:
         members: of that.
         peers: those of this host, if they share memory.
         policy: what the user chose.
-        slot: the row in which this process tells its host's supervisor how far it is; None without such.
+        slot: this process's row in the slot table, which the supervisor of its host reads; None if there is no table.
 
     Attributes:
         pending: slots of processes that wait to join, as all ranks have agreed; `joining.admit` lets them join.
-        changes: the script's functions that are to hear of changes.
+        changes: the script's callbacks for changes of the ranks.
         preemption_notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
         recovery: how communicators go on without lost ranks.
@@ -228,7 +228,7 @@ class Elastic:
         return self._job.is_joining and self._members.is_added
 
     def _sees_joiners(self) -> set[int]:
-        """Slots of processes that wait to join, and of which not all ranks know yet."""
+        """Slots of pending joiners that this rank has seen but not yet announced to the others."""
         places = self.slot if self._policy.replaces and not self._job.is_joining else None
         if places is None or not places.has_waiting():
             return set()
@@ -319,8 +319,8 @@ class Elastic:
     def add_change_callback(self, callback: Callable[[MembershipChange], object]) -> None:
         """Call a function at each change from now on.
 
-        In a process that has just joined also at those that it was told meanwhile: its script may add the function
-        behind the place at which it joined, where the members' scripts have added it long ago.
+        A process that has just joined calls it for the changes since its join as well: its script may add the function
+        after the place at which it joined, while the members' scripts added theirs long ago.
         """
         self.changes.add(callback)
         if self._first_changes is not None and self._first_changes[1] == self._job.operations():

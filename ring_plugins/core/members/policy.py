@@ -39,7 +39,7 @@ class FailurePolicy(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for ranks of which each is started by itself and may outlive any other."""
+        """Environment of ranks that are started one by one, each of which may outlive the others."""
         if not self.recovers:
             return {}
         chosen = {config.ON_FAILURE.name: self.on_failure, config.MIN_RANKS.name: str(self.min_ranks)}

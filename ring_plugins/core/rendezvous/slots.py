@@ -49,7 +49,7 @@ _EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _EXCLUDED, _LOST = range(7)
 #: How the process of a slot said that it ends: it has told the others, or is ended by the failure of one of them; or
 #: another in its place would end in the same way, instead of joining.
 TOLD, FOLLOWED, HOPELESS = 1, 2, 3
-#: A standby's integers: whether it waits, and one more than the slot that it has got, which may happen before.
+#: A standby's integers: whether it waits, and 1 + its assigned slot, which may be set before it waits.
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
 _JSON, _WRITES = 256 * 1024, 2.0
@@ -249,11 +249,11 @@ class Slots:
         return bool((self._rows[:, _STATE] == _WAITING).any() or self._used[1])
 
     def waiting(self) -> list[Member]:
-        """Those of this host that wait to join; their slots are numbers of rows."""
+        """Pending joiners of this host; their slots are numbers of rows."""
         return self._in_state(_WAITING)
 
     def members(self) -> list[Member]:
-        """The members of this host, as far as they live; their slots are numbers of rows."""
+        """Members of this host that are alive; their slots are numbers of rows."""
         return self._in_state(_MEMBER)
 
     # Standbys -----------------------------------------------------------------------------------------
