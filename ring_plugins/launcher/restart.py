@@ -11,6 +11,8 @@ needs one when its process is lost, or, in a job that may grow, when it is one o
 - *Standbys* have run the script up to `init`, where they wait for a slot (core/rendezvous/spawn.py): a new process
   needs seconds until it has imported torch. They are started once the job's ranks have begun, so that they do not delay
   them, and another one as soon as one is used. Some that end unused are replaced, too.
+
+`SlotProcesses` has 27 methods: the table and the policy read each other's state.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A small gradient lives in its bucket: `p.grad` is a view of the bucket's memory,
 Autograd accumulates fastest into a gradient that is laid out like its parameter, so gradients have that layout unless
 it has gaps.
 
-The file is longer than others, since what a pass writes to a bucket and what it reads there belong together.
+The file is longer than others, and its class has 28 methods, since what a pass writes to a bucket and what it reads
+there belong together.
 """
 
 from __future__ import annotations

@@ -30,6 +30,11 @@ operation writes those after its first barrier.
 **Mismatches.** The ranks of a host compare fingerprints at the first barrier, and the first rail compares them between
 hosts. Whoever finds a mismatch tells the ranks that wait for it, on its host and on others, so all ranks raise.
 
+Considered and rejected: all-reduce (`hierarchical`) by this pipeline, too. There each rank is on a rail, and numbers
+are summed on both sides of a transfer; here only data moves, and most ranks of a small operation are on no rail. A
+common loop needs two more callbacks and saves five lines, and one table of pieces for all collectives puts a loop over
+all pairs of ranks into each small all-to-all.
+
 The file is longer than others, since the collectives share this pipeline.
 """
 

@@ -22,7 +22,8 @@ Several arrays share these barriers: all that are mapped are reduced after the f
 others, or parts of them, as a staging buffer can. Every element is combined in rank order, so results depend neither on
 the algorithm nor on which arrays were reduced together.
 
-The file is longer than others, since all of this shares two staging buffers and their barriers.
+The file is longer than others, and its class has a method more, since all of this shares two staging buffers and their
+barriers.
 """
 
 from __future__ import annotations

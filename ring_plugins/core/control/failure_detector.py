@@ -26,6 +26,8 @@ Considered and rejected: heartbeats, and detectors that learn their intervals (p
 holds the GIL in a long computation. A time-out on every operation, as torch has for NCCL and gloo, cannot tell a slow
 rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
 is needed to go on without them (mesh.py); to end, or to restart all ranks, the first failure is enough.
+
+`FailureDetector` has 30 methods: half are one-line questions that waits and the monitor ask.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ reads there how far each process is, and how the end of one is meant.
   could read the memory of the ranks as well.
 - **Standbys** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
   Behind the rows are two integers for each: whether it waits, and the slot that it has got.
+
+`Slots` has 36 methods, nearly all of one line: each names a state of a row, so that no other file knows its layout.
 """
 
 from __future__ import annotations
