@@ -208,7 +208,8 @@ class Checks:
         """Note that a pass has compared everything."""
         self.place.is_compared = True
         self.passes += 1
-        if self.is_due is not (is_due := self.passes == 1 or is_compared_after(self.passes)):
+        is_due = self.passes == 1 or is_compared_after(self.passes)
+        if is_due or self.is_due:  # what was read for this pass says nothing about the next
             self.set_due(is_due)
 
     def set_due(self, is_due: bool) -> None:

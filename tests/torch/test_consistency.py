@@ -8,7 +8,8 @@ from torch import nn
 
 from ring_plugins.core.base.errors import DriftError
 from ring_plugins.torch import consistency
-from ring_plugins.torch.consistency import OtherOptimizers, _on_device, parameter_checksums
+from ring_plugins.torch.changes import Claim
+from ring_plugins.torch.consistency import OtherOptimizers, TorchChecks, _on_device, parameter_checksums
 from tests.launch import run_ranks
 
 # Forward raises on rank 0 in its third batch, and its script goes on. It has one batch more than rank 1.
@@ -76,6 +77,22 @@ def test_layout_does_not_matter_and_odd_sizes_are_summed_up():
     _, (first, second) = parameter_checksums(both)
     assert first == second
     assert int(_on_device(torch.arange(5, dtype=torch.uint8))) == 10
+
+
+def test_weights_that_no_optimizer_of_torch_updates_are_read_anew_for_each_pass(monkeypatch):
+    monkeypatch.setattr(consistency, "is_check_wanted", lambda: True)
+    weight, claim, numbers = nn.Parameter(torch.zeros(2)), Claim("a"), []
+    claim.take([("weight", weight)])
+    checks = TorchChecks(claim)
+    checks.weights.named = [("weight", weight)]
+    for _ in range(3):
+        checks.number()
+        numbers.append(checks.weights.number)
+        checks.note_compared()
+        weight.data += 1
+    claim.drop()
+    assert numbers[0] is None
+    assert len(set(numbers)) == 3
 
 
 class Partitioned(torch.optim.Optimizer):
