@@ -46,7 +46,7 @@ _watching: weakref.WeakSet[_Watch] = weakref.WeakSet()
 def enclosing_list(callback: Any) -> Any | None:
     """Find the `CallbackList` that is calling a method of `callback`; None if the caller is something else."""
     frame = sys._getframe(1)
-    for _ in range(4):
+    for _ in range(6):  # a joining process looks from four calls below a callback, whose class a script may extend
         if frame.f_back is None:
             return None
         frame = frame.f_back

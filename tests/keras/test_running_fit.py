@@ -5,8 +5,10 @@ Nobody may step on old averages or wait for ever, and a later `fit` works on all
 
 import re
 
+import keras
 import pytest
 
+from ring_plugins.keras.running_fit import enclosing_list
 from tests.keras.launches import BACKENDS, START, environment
 from tests.launch import run_ranks
 
@@ -174,3 +176,20 @@ except Exception as error:
 def test_a_rank_that_exits_within_fit_is_not_said_to_have_caught_an_exception():
     result = run_ranks(EXITS, 2, env=environment("torch"), timeout=200, check=False)
     assert "PeerFailed rank 1" in (told := str(result.values("told"))) and "exit status 4 (sys.exit)" in told
+
+
+class Extended(keras.callbacks.Callback):
+    """As a class of a script whose `on_train_begin` calls that of a `BroadcastCallback`, in a process that joins."""
+
+    def on_train_begin(self, logs=None):
+        self.found = self.calls(3)
+
+    def calls(self, depth):
+        return self.calls(depth - 1) if depth else enclosing_list(self)
+
+
+def test_a_process_that_joins_finds_the_list_of_callbacks_of_a_class_that_a_script_has_extended():
+    callback = Extended()
+    callbacks = keras.callbacks.CallbackList([callback])
+    callbacks.on_train_begin()
+    assert callback.found is callbacks
