@@ -60,7 +60,7 @@ class LocalRanks:
                 with theirs:
                     process = RankProcess(rank, own, theirs.fileno(), [segment.fd], *relay.files(rank))
                 self._processes.append(process)
-                driver.add(rank, ours, process.failure)
+                driver.add(rank, ours, process)
             relay.start()
         except BaseException:
             self._end()

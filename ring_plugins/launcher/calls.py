@@ -14,6 +14,7 @@ Ray's actors have the call and the outcome carried by Ray.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import secrets
 import select
@@ -21,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ring_plugins.core.base.errors import LaunchError, quoted
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
@@ -36,6 +38,15 @@ _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 _LAST_SECONDS = 2.0
 #: Seconds in which a rank must reach the driver.
 _CONNECT_SECONDS = 60.0
+
+
+class LocalProcess(Protocol):
+    """What the driver asks of a process of this host; see call_ranks.py."""
+
+    def has_ended(self) -> bool: ...
+
+    def failure(self) -> Failure:
+        """Wait for the end of the process, which has reported no outcome."""
 
 
 class Driver:
@@ -68,15 +79,15 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self._peers.close()
 
-    def add(self, rank: int, connected: socket.socket, why_it_ended: Callable[[], Failure]) -> None:
+    def add(self, rank: int, connected: socket.socket, process: LocalProcess) -> None:
         """Add the connection of a process of this host, which is a rank.
 
         Args:
             rank: of the process.
             connected: this end of the connection.
-            why_it_ended: waits for the end of the process.
+            process: that.
         """
-        self._connections[rank] = _Connection(socket.gethostname(), why_it_ended)
+        self._connections[rank] = _Connection(socket.gethostname(), process)
         self._peers.add(rank, FrameSocket(connected, Purpose.LAUNCHER))
 
     def outcomes(
@@ -141,24 +152,28 @@ class Driver:
             line.remove()
         if why is not None and missing and not any(rank.has_reported for rank in self._connections.values()):
             raise LaunchError(f"{missing} of {self._ranks} ranks were never started: {why}")
+        # All that these have said has arrived; what they have started may keep their connections open.
+        ended = [rank for rank, one in self._connections.items() if one.process is not None and one.process.has_ended()]
         ready = self._peers.wait(seconds)
         if ready and self._ended is not None:
             self._ended = time.monotonic()  # something still comes
-        found = (self._take(rank, self._connections[rank], event) for rank, event in self._peers.events(ready))
+        ends = ((rank, Disconnected("its process has ended")) for rank in ended)
+        events = itertools.chain(self._peers.events(ready), ends)
+        found = (self._take(rank, self._connections[rank], event) for rank, event in events)
         return [outcome for outcome in found if outcome is not None]
 
     def _take(self, rank: int, connection: _Connection, event: Event) -> Outcome | None:
         """The outcome of a rank, once its message, or the end of its connection, says it."""
         if connection.has_reported:
             return None
-        if isinstance(event, bytes) and connection.why_it_ended is None and not connection.has_introduced_itself:
+        if isinstance(event, bytes) and connection.process is None and not connection.has_introduced_itself:
             connection.host, connection.has_introduced_itself = quoted(event.decode(errors="replace"), 64), True
             return None
         connection.has_reported = True
         if isinstance(event, bytes):
             return self._outcome(rank, connection.host, event)
-        if connection.why_it_ended is not None:
-            return Outcome(rank, failure=connection.why_it_ended())
+        if connection.process is not None:
+            return Outcome(rank, failure=connection.process.failure())
         ended = Failure(connection.host, "its process or the task around it was ended", is_loss=True)
         return Outcome(rank, failure=ended)
 
@@ -196,13 +211,13 @@ class _Connection:
 
     Attributes:
         host: name of its host, an address until the rank has said it.
-        why_it_ended: of a process of this host, waits for its end; None for ranks that have connected.
+        process: of this host; None for ranks that have connected.
         has_introduced_itself: whether it has said its host.
         has_reported: whether its outcome is known.
     """
 
     host: str
-    why_it_ended: Callable[[], Failure] | None = None
+    process: LocalProcess | None = None
     has_introduced_itself: bool = False
     has_reported: bool = False
 

@@ -70,11 +70,17 @@ def test_ring_run_ends_although_the_wait_for_it_is_interrupted(monkeypatch):
     assert ended == ["kill"]
 
 
+#: Keeps the connection of the process open that it is forked from.
+_FORK = "os.fork() or time.sleep(600);"
+
+
 @pytest.mark.parametrize(
-    ("code", "summary", "is_loss"), [("exit(3)", "exit status 3", False), ("end", "SIGKILL", True)]
+    ("code", "summary", "is_loss"),
+    [("exit(3)", "exit status 3", False), ("end", "SIGKILL", True), ("fork and end", "SIGKILL", True)],
 )
 def test_the_end_of_a_process_of_this_host_that_reports_nothing_is_told(monkeypatch, code, summary, is_loss):
-    code = "import os; os.kill(os.getpid(), 9)" if code == "end" else code
+    if code != "exit(3)":
+        code = f"import os, time; {_FORK if 'fork' in code else ''} os.kill(os.getpid(), 9)"
     monkeypatch.setattr(call_ranks, "own_python", lambda _: [sys.executable, "-c", code])
     with (
         Driver(listens=False) as driver,
