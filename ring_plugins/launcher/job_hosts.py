@@ -1,7 +1,8 @@
 """The hosts of a job as its coordinator knows them, and the exit status of the job that follows from their reports.
 
 A job that goes on without lost ranks has no single process whose exit status is that of the job. Each host reports how
-its ranks ended, or is lost. The job has ended well if a rank that was not cut off from the others has.
+its ranks ended, or is lost. The job has ended well if a rank has that did not leave before, and was not
+cut off from the others.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
         return status, causes[0].text
     cut = [end.rank for end in ends if end.how == "excluded"]
     left = [end.rank for end in ends if end.how == "left"]
-    well = [end for end in ends if not end.code and end.how in ("", "left")]
+    well = [end for end in ends if not end.code and not end.how]  # those that left have not finished
     had_not_joined = sorted(end.rank for end in ends if end.how == "late")
     late, added_late = (
         [rank for rank in had_not_joined if rank < size],
@@ -152,8 +153,7 @@ def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[in
         told += [f"nobody had joined yet in the place of {name_ranks(late)}"] if late else []
         told += [f"{name_ranks(added_late)} had not joined yet"] if added_late else []
         others = "all" if told and not (left or died or cut or lost or late or added_late) else "the other"
-        normally = len([end for end in well if not end.how])
-        return 0, f"{', '.join(told)}, and {others} {normally} ended normally." if told else None
+        return 0, f"{', '.join(told)}, and {others} {len(well)} ended normally." if told else None
     if lost and (cut or not died):
         where = " and ".join(host.name for host in lost)
         return 1, f"{', '.join(told)}. The ranks on {where} may have gone on; nobody here can tell."

@@ -31,6 +31,9 @@ GONE = None
         ([(0, -9, ""), (1, -9, "")], [(2, -9, ""), (3, -11, "")], (137, "ranks 0, 1, 2, 3 died, and no rank is left")),
         ([(0, -9, ""), (1, -9, "")], GONE, (137, "me@host2 was lost, with ranks 2, 3, and no rank is left")),
         (GONE, GONE, (1, "may have gone on")),
+        ([(0, 0, "left"), (1, -9, "")], [(2, 0, "left"), (3, 0, "late")], (137, "rank 1 was killed by SIGKILL")),
+        ([(0, 0, "left"), (1, 143, "")], [(2, 0, "left"), (3, 0, "left")], (143, "rank 1 ended with exit status 143")),
+        ([(0, 0, "left"), (1, 0, "left")], GONE, (1, "The ranks on me@host2 may have gone on")),
     ],
 )
 def test_the_verdict_follows_those_that_went_on(first, second, expected):
