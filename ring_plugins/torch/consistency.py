@@ -55,6 +55,8 @@ from ring_plugins.torch.tensor_memory import not_plain
 
 #: Passes after a change of the ranks in which weights are compared at once.
 _AFTER_CHANGE = 2
+#: Passes after which only weights are compared that the averager trains.
+_TRAINED = 2
 
 #: Why weights may differ.
 _OTHER_STARTS = (
@@ -163,6 +165,8 @@ def _on_device(memory: torch.Tensor) -> torch.Tensor:
 class Weights:
     """The weights that were ever trained by one averager, as far as optimizers have them, and the fixed options.
 
+    Up to the first step, all weights of the model are compared, frozen ones, too.
+
     Args:
         claim: to the parameters that were ever trained.
         options, updates: of the optimizers.
@@ -183,20 +187,22 @@ class Weights:
     def look(self, passes: int) -> None:
         """Read the weights after so many passes, unless that was done behind the last update."""
         if self.number is None and is_check_wanted():
-            self._passes, digest = passes, zlib.crc32(repr(self._checksums()[1]).encode())
+            self._passes, digest = passes, zlib.crc32(repr(self._checksums(passes)[1]).encode())
             if not passes:
                 self._start = digest  # told only if weights differ later
             else:
                 self.number = zlib.crc32(repr(fixed_options(self._options.groups())).encode(), digest)
 
-    def _checksums(self) -> tuple[list[str], list[int]]:
-        return parameter_checksums(self._options.use((name, p) for name, p in self.named if self._claim.has(p)))
+    def _checksums(self, passes: int) -> tuple[list[str], list[int]]:
+        """Those of the whole model up to the first step: a script may have set what is frozen, on one rank only."""
+        trained = ((name, p) for name, p in self.named if self._claim.has(p))
+        return parameter_checksums(self.named if passes < _TRAINED else self._options.use(trained))
 
     def say(self, communicator: Communicator[Any]) -> None:
         """See `Check`."""
         if self._passes > 1:
             self.compare(f"after {self._updates.count or self._passes} steps", communicator)
-        elif found := self._difference(communicator):
+        elif found := self._difference(communicator, self._passes):
             causes = self._likely_causes(communicator)
             if communicator.rank == 0:
                 logger.warning(f"after the first step {found}. {causes}")
@@ -213,12 +219,12 @@ class Weights:
         Raises:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
-        if is_check_wanted() and (found := self._difference(communicator)):
+        if is_check_wanted() and (found := self._difference(communicator, _TRAINED)):
             raise DriftError(f"{when} {found}. {self._likely_causes(communicator)}")
 
-    def _difference(self, communicator: Communicator[Any]) -> str:
-        """Which weights differ now, "" if none does. Collective."""
-        names, sums = self._checksums()
+    def _difference(self, communicator: Communicator[Any], passes: int) -> str:
+        """Which weights differ now, of those compared after so many passes; "" if none does. Collective."""
+        names, sums = self._checksums(passes)
         by_rank = communicator.all_gather_object(sums, "check of weights")
         is_equal = all(of_rank == by_rank[0] for of_rank in by_rank)
         return "" if is_equal else what_differs(names, by_rank, communicator.ranks)

@@ -95,6 +95,28 @@ def test_weights_that_no_optimizer_of_torch_updates_are_read_anew_for_each_pass(
     assert len(set(numbers)) == 3
 
 
+def test_frozen_weights_are_compared_up_to_the_first_step(monkeypatch):
+    monkeypatch.setattr(consistency, "is_check_wanted", lambda: True)
+
+    def numbers(frozen):
+        named = [("trained", nn.Parameter(torch.zeros(2))), ("frozen", nn.Parameter(torch.full((2,), frozen), False))]
+        claim = Claim("a")
+        claim.take(named[:1])
+        checks = TorchChecks(claim)
+        checks.weights.named = named
+        found = []
+        for _ in range(3):
+            checks.number()
+            found.append(checks.weights.number)
+            checks.note_compared()
+        claim.drop()
+        return found
+
+    (_, one, trained), (_, other, trained_too) = numbers(0.0), numbers(1.0)
+    assert one != other
+    assert trained == trained_too
+
+
 class Partitioned(torch.optim.Optimizer):
     """As ZeroRedundancyOptimizer: has all parameters, and an optimizer inside that has those of this rank."""
 
