@@ -36,6 +36,8 @@ from ring_plugins.core.net.tcp_options import enable_keepalive
 
 #: Messages that may wait for a connection; beyond it the oldest are dropped.
 MOST_QUEUED = 1000
+#: Messages that may wait for `poll`; beyond it droppable ones are dropped.
+MOST_UNREAD = 10_000
 #: Seconds for which `close` waits for a connection that is being made, and until the others have read what was sent.
 _LAST_CHANCE, _LINGER = 0.5, 1.0
 #: Seconds for which the thread sleeps at most.
@@ -86,6 +88,7 @@ class Channel:
         self._connect = connect
         self._handlers: dict[str, tuple[Handler, bool]] = {}
         self._failed_handlers: set[str] = set()
+        self._droppable: set[str] = set()
         self._on_joined: list[Callable[[int], object]] = []
         self._on_end: list[Callable[[int, Disconnected | None], object]] = []
         self._watcher: Watcher | None = None
@@ -93,15 +96,19 @@ class Channel:
         self._closing_since = 0.0
         self._thread = HelperThread(self._run, "ring:channel")
 
-    def on(self, kind: str, handler: Handler, at_once: bool = False) -> None:
+    def on(self, kind: str, handler: Handler, at_once: bool = False, droppable: bool = False) -> None:
         """Call `handler` with every message of this kind.
 
         Args:
             kind, handler: of which messages, and what to call.
             at_once: whether the channel's thread calls it, or this rank itself in `tell`. An exception then counts as
                 an invalid message, and ends the connection to its sender.
+            droppable: whether messages may be dropped while `poll` is not called, such as in a monitor thread that
+                writes to a file system that hangs.
         """
         self._handlers[kind] = handler, at_once
+        if droppable:
+            self._droppable.add(kind)
 
     def on_joined(self, handler: Callable[[int], object]) -> None:
         """Have `poll` call `handler` with each rank that has been connected."""
@@ -282,7 +289,7 @@ class Channel:
         if at_once:
             with self.peers.lock:
                 handler(sender, body)
-        else:
+        elif kind not in self._droppable or self._inbox.qsize() < MOST_UNREAD:
             self._inbox.put(partial(self._handle, handler, sender, kind, body))
 
     def _end(self, rank: int, how: Disconnected | None) -> None:

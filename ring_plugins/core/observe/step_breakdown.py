@@ -125,7 +125,7 @@ class StepAggregator:
         self._on_gpu = [False] * channel.size
         self._before_advice: StepBreakdown | None = None
         self._has_advised = False
-        channel.on("report_steps", self._note)
+        channel.on("report_steps", self._note, droppable=True)
 
     def _note(self, sender: int, body: Body) -> None:
         rows = self._rows[sender]

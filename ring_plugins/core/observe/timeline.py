@@ -232,7 +232,7 @@ class TimelineAggregator:
         self._lock = threading.Lock()  # `Timeline.stop` closes the file that the monitor thread writes
         self._recording: set[int] = set()
         self._joined = {0}
-        channel.on("report_spans", self._write)
+        channel.on("report_spans", self._write, droppable=True)
         channel.on("end_recording", self._note_end)
         channel.on_joined(self._note_joined)
 

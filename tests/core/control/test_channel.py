@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from ring_plugins.core.control import channel as channel_module
 from ring_plugins.core.control import rank_zero
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.rank_zero import HELLO, RankZero
@@ -266,3 +267,20 @@ def test_what_waits_is_sent_before_flush_returns(channels):
     client.start()
     threading.Thread(target=lambda: run([server], lambda: False, 0.2)).start()
     assert client.flush(10)
+
+
+def test_reports_are_dropped_while_nobody_reads_them_and_nothing_else_is(channels, monkeypatch):
+    monkeypatch.setattr(channel_module, "MOST_UNREAD", 3)
+    server, _ = connected(channels, 2, starts=False)
+    seen = []
+    server.on("report", lambda sender, body: seen.append(body["number"]), droppable=True)
+    server.on("failure", lambda sender, body: seen.append("failure"))
+    for number in range(100):
+        server.receive(1, to_json(["report", {"number": number}]))
+    server.receive(1, to_json(["failure", {}]))
+    while server._inbox.qsize():
+        server.poll(0.0)
+    assert seen[-1] == "failure" and len(seen) <= 4
+    server.receive(1, to_json(["report", {"number": 7}]))
+    server.poll(0.0)
+    assert seen[-1] == 7  # read again, so taken again

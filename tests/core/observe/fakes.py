@@ -17,7 +17,7 @@ class FakeChannel:
         self.joined = None
         self._handlers = {}
 
-    def on(self, kind, handler):
+    def on(self, kind, handler, droppable=False):
         self._handlers[kind] = handler
 
     def tell(self, rank, kind, body=None, droppable=False):
