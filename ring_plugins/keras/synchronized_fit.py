@@ -234,6 +234,7 @@ class SynchronizedFit:
         self.joined_after, self._has_begun = received["epoch"], True
         self._steps_until_check = received["steps_until_check"]
         self._passes_before = self._passes() - received["passes"]
+        self._has_told_difference = received["has_told_difference"]  # all compare weights at the end of fit, or none
         self._first_epoch, self._model._initial_epoch = received["first_epoch"], received["epoch"] + 1
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
@@ -246,6 +247,7 @@ class SynchronizedFit:
             "saves_weights": self._saves_weights,
             "steps_until_check": self._steps_until_check,
             "passes": self._passes() - self._passes_before,
+            "has_told_difference": self._has_told_difference,
         }
         those = [] if callbacks is None else callbacks.callbacks
         return share_state([self.model], those, own, joined, self._communicator)
