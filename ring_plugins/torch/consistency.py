@@ -194,9 +194,12 @@ class Weights:
                 self.number = zlib.crc32(repr(fixed_options(self._options.groups())).encode(), digest)
 
     def _checksums(self, passes: int) -> tuple[list[str], list[int]]:
-        """Those of the whole model up to the first step: a script may have set what is frozen, on one rank only."""
-        trained = ((name, p) for name, p in self.named if self._claim.has(p))
-        return parameter_checksums(self.named if passes < _TRAINED else self._options.use(trained))
+        """Those of the whole model up to the first step: a script may have set what is frozen, on one rank only.
+
+        None where the optimizers have none of the weights: Keras updates its own, and compares them itself.
+        """
+        trained = self._options.use((name, p) for name, p in self.named if self._claim.has(p))
+        return parameter_checksums(self.named if trained and passes < _TRAINED else trained)
 
     def say(self, communicator: Communicator[Any]) -> None:
         """See `Check`."""

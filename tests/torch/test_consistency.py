@@ -117,6 +117,25 @@ def test_frozen_weights_are_compared_up_to_the_first_step(monkeypatch):
     assert trained == trained_too
 
 
+def test_weights_that_no_given_optimizer_has_are_compared_by_whoever_updates_them(monkeypatch):
+    monkeypatch.setattr(consistency, "is_check_wanted", lambda: True)
+
+    def number(value):
+        named = [("trained", nn.Parameter(torch.full((2,), value)))]
+        claim = Claim("a")
+        claim.take(named)
+        checks = TorchChecks(claim)
+        checks.weights.named = named
+        checks.options.groups = lambda: [{"lr": 0.1}]  # as Keras gives them
+        checks.number()
+        checks.note_compared()
+        checks.number()
+        claim.drop()
+        return checks.weights.number
+
+    assert number(0.0) == number(1.0)
+
+
 class Partitioned(torch.optim.Optimizer):
     """As ZeroRedundancyOptimizer: has all parameters, and an optimizer inside that has those of this rank."""
 
