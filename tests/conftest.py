@@ -2,7 +2,9 @@
 
 import gc
 import importlib.util
+import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,10 @@ from tests.launchers import LAUNCHERS, find_mpirun
 DEFAULT_RANKS = (2,)
 STARTED = pytest.StashKey[float]()
 OVER_BUDGET = "the time budget is used up"
+
+# Where the environment forbids .pyc files, each of the many processes that tests launch would compile the package anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
