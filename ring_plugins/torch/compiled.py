@@ -13,20 +13,31 @@ it is forgotten. For whole packages it has this list only, which is private, in 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from ring_plugins.core.base.log import logger
+from ring_plugins.import_watch import ImportWatch, has_finished
 
 _PACKAGE = __name__.partition(".")[0]
+#: The part of Dynamo that has the list.
+_RULES = "torch._dynamo.trace_rules"
 
 
 def leave_out_of_compilation() -> None:
-    """Let Dynamo run the frames of this package as they are.
+    """Let Dynamo run the frames of this package as they are, once something imports Dynamo.
 
-    This imports Dynamo, which takes a second. Constructing any optimizer of torch's does so, too.
+    That import takes a second. The first optimizer of torch's causes it, and many processes have none.
     """
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    add = getattr(rules, "add", None)
+    if has_finished(_RULES):
+        _leave_out(_RULES)
+    else:
+        sys.meta_path.insert(0, ImportWatch([_RULES], _leave_out))
+
+
+def _leave_out(rules: str) -> None:
+    """Put this package on the list in the module of this name, which has been imported."""
+    add: Any = getattr(importlib.import_module(rules), "add", None)
     if add is None:
         logger.warning(
             "this release of torch cannot leave a package out of torch.compile. Call nothing of %s inside a "
