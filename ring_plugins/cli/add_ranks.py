@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ring_plugins.cli.numbers import whole_number
+from ring_plugins.cli.run import whole_number
 
 
 def add_ranks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from typing import Annotated
 
 import typer
@@ -12,7 +14,7 @@ from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
 from ring_plugins.cli.plan import plan
 from ring_plugins.cli.run import run
-from ring_plugins.launcher.environment import forget_outer_job
+from ring_plugins.core.base import config
 
 app = typer.Typer(
     name="ring",
@@ -21,6 +23,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
+#: What a job does when ranks are lost; and what our launchers tell each rank.
+_POLICY = (config.ON_FAILURE.name, config.MIN_RANKS.name, config.MAX_RANKS.name, *config.STANDBYS.names)
+_PLACE = (config.SPAWNED.name, config.LOSSES_TOLERATED.name, config.JOINS.name, config.SLOT.name)
 
 
 def _print_version(wanted: bool) -> None:
@@ -35,6 +40,27 @@ app.command("add-ranks", no_args_is_help=True)(add_ranks)
 app.command("doctor")(doctor)
 app.command("bench")(bench)
 app.command("plan")(plan)
+
+
+def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:
+    """In a rank of a job, remove what tells of that job, as another one is to be started here.
+
+    If the job goes on after losses, the rank has the options of its `ring run` as variables. They would be taken for
+    options of the new job.
+
+    Args:
+        environment: of this process.
+
+    Returns:
+        These options, as text; "" if there are none.
+    """
+    recovers = config.LOSSES_TOLERATED.is_set(environment)
+    for name in (*_PLACE, *([config.LAUNCHER.name] if config.SLOT.is_set(environment) else [])):
+        environment.pop(name, None)
+    if not recovers:
+        return ""
+    found = {name: environment.pop(name) for name in _POLICY if name in environment}
+    return " ".join(f"{name}={value}" for name, value in found.items())
 
 
 @app.callback()

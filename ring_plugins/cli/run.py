@@ -8,13 +8,23 @@ from typing import Annotated
 
 import typer
 
-from ring_plugins.cli.numbers import whole_number
-
 # Values of --bind, --with and --on-failure.
 Binding = Enum("Binding", {"NONE": "none", "CORE": "core", "NUMA": "numa", "SOCKET": "socket"}, type=str)
 Starter = Enum("Starter", {"AUTO": "auto", "MPIRUN": "mpirun", "PYTHON": "python"}, type=str)
 OnFailure = Enum("OnFailure", {"END": "end", "CONTINUE": "continue", "REPLACE": "replace"}, type=str)
 _WHERE, _HOW, _OUT, _MPI = "Where", "How", "Output", "mpirun"
+
+
+def whole_number(text: str | int) -> int:
+    """The number that a text is; typer's own error would not show the text.
+
+    Raises:
+        typer.BadParameter: it is none. typer adds the argument's name and its variable's.
+    """
+    try:
+        return int(text)  # a number already: the default
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number. Give one, such as 2.") from None
 
 
 def run(

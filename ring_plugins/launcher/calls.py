@@ -1,4 +1,5 @@
-"""Connections between a driver and its ranks: the driver sends a call and gathers the outcomes.
+"""Connections between a driver and its ranks, and processes that are ranks: the driver sends a call, and gathers
+the outcomes.
 
 Ranks of this host inherit one end of a socket pair. Others connect to the driver, and first send their host's name. The
 end of a connection shows that the other side is gone. The key travels with the ranks, in the environment or through the
@@ -15,17 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import pickle
 import secrets
 import select
+import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ring_plugins.core.base.errors import LaunchError, quoted
+from ring_plugins.core.base.own_python import own_python
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.linux.process import ending
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, authenticate
 from ring_plugins.core.net.frames import FrameSocket
@@ -38,15 +43,59 @@ _OTHER_CONNECTIONS, _BACKLOG = 64, 1024
 _LAST_SECONDS = 2.0
 #: Seconds in which a rank must reach the driver.
 _CONNECT_SECONDS = 60.0
+_HERE = "from ring_plugins.launcher.function import run_rank_here as run; run({fd}, {parent}, {rank}, {by!r}, {path})"
 
 
-class LocalProcess(Protocol):
-    """What the driver asks of a process of this host; see call_ranks.py."""
+class RankProcess:
+    """One rank: a fresh process of this Python, which ends with the thread that started it.
 
-    def has_ended(self) -> bool: ...
+    Args:
+        rank: its number.
+        environment: all of its variables.
+        fd: of its connection to the driver.
+        pass_fds: further file descriptors that it inherits.
+        stdout, stderr: as for Popen.
+        by: what starts it, for messages.
+        path: where it searches for modules first.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        fd: int,
+        pass_fds: Sequence[int] = (),
+        stdout: int | None = None,
+        stderr: int | None = None,
+        by: str = "ring_plugins.run",
+        path: Sequence[str] = (),
+    ) -> None:
+        self._process = subprocess.Popen(
+            own_python(_HERE.format(fd=fd, parent=os.getpid(), rank=rank, by=by, path=list(path))),
+            env=dict(environment),
+            pass_fds=[*pass_fds, fd],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            # Ctrl-C reaches the process that called `run`, which ends the ranks. In its session each of them would
+            # print its own KeyboardInterrupt.
+            start_new_session=True,
+        )
 
     def failure(self) -> Failure:
         """Wait for the end of the process, which has reported no outcome."""
+        code = self._process.wait()
+        return Failure(socket.gethostname(), f"its process ended with {ending(code)}", is_loss=code < 0)
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Kill the process and whatever it started in its session."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class Driver:
@@ -79,7 +128,7 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self._peers.close()
 
-    def add(self, rank: int, connected: socket.socket, process: LocalProcess) -> None:
+    def add(self, rank: int, connected: socket.socket, process: RankProcess) -> None:
         """Add the connection of a process of this host, which is a rank.
 
         Args:
@@ -217,7 +266,7 @@ class _Connection:
     """
 
     host: str
-    process: LocalProcess | None = None
+    process: RankProcess | None = None
     has_introduced_itself: bool = False
     has_reported: bool = False
 

@@ -32,7 +32,7 @@ from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
 from ring_plugins.launcher.coordinator import OwnHost
 from ring_plugins.launcher.coordinator_link import HostJob, Link
 from ring_plugins.launcher.job_hosts import FAILED, OUT, End, Host, verdict
-from ring_plugins.launcher.meeting import AtAnAddress, Meeting
+from ring_plugins.launcher.meeting import Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
 from ring_plugins.launcher.processes import Popen, Processes
@@ -89,7 +89,7 @@ class Supervisor:
     def __init__(self, job: HostJob, link: Link | OwnHost, processes: Processes, meeting: Meeting) -> None:
         self._job, self._link, self._processes, self._meeting = job, link, processes, meeting
         self._rows = meeting.slots
-        self._relay = Relay(job.tag_output, job.output_directory, always=meeting.is_at_an_address)
+        self._relay = Relay(job.tag_output, job.output_directory, always=not meeting.in_memory)
         self._inherited = {name: value for name, value in os.environ.items() if name != config.JOINS.name}
         unused = world_ranks(job.index, None if job.is_added else job.hosts, max(job.size, job.most))
         self._slots = SlotProcesses(
@@ -97,7 +97,7 @@ class Supervisor:
             job.ranks,
             job.size,
             self._start,
-            _tell_user,
+            tell_user,
             job.recovers,
             iter(unused) if job.replaces else None,
             job.standbys,
@@ -111,7 +111,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run them to the job's end, and return its exit status."""
-        needs_port = 0 in self._job.ranks and self._meeting.is_at_an_address
+        needs_port = 0 in self._job.ranks and not self._meeting.in_memory
         with reserve_port() if needs_port else contextlib.nullcontext() as reserved:
             port = reserved.getsockname()[1] if reserved is not None else 0
             told = {} if self._job.question is None else {"report": report(self._job.question)}
@@ -165,7 +165,7 @@ class Supervisor:
                 **({config.JOINS.name: str(world_rank)} if is_new else {}),
             },
             pass_fds=[self._meeting.segment.fd],
-            stdin=None if world_rank == 0 and not self._meeting.is_at_an_address else subprocess.DEVNULL,
+            stdin=None if world_rank == 0 and self._meeting.in_memory else subprocess.DEVNULL,
             stdout=out,
             stderr=err,
         )
@@ -251,7 +251,7 @@ class Supervisor:
         goes_on = job.most or job.size - len(job.ranks) >= config.MIN_RANKS.get(job.environment)
         ranks = [rank for local, rank in enumerate(slots.names) if not self._rows.is_new(local)]
         if job.replaces and lost and ranks and job.hosts > 1 and goes_on:
-            _tell_user(
+            tell_user(
                 f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
                 "lost. Those of other hosts go on."
             )
@@ -282,11 +282,12 @@ class Supervisor:
             elif time.monotonic() - self._stopped.setdefault(one.pid, time.monotonic()) > _PATIENCE:
                 with contextlib.suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
-                _tell_user(f"process {one.pid}, which was to join as rank {one.slot}, was stopped. It was killed.")
+                tell_user(f"process {one.pid}, which was to join as rank {one.slot}, was stopped. It was killed.")
         return joiners
 
 
-def _tell_user(text: str) -> None:
+def tell_user(text: str) -> None:
+    """Print a line for the user beside what ranks print."""
     print(f"ring run: {text}", file=sys.stderr, flush=True)
 
 
@@ -297,18 +298,13 @@ def run(job: HostJob, prepare: Callable[[Link], None] = lambda link: None) -> in
         job: what to run.
         prepare: called once the coordinator is reached.
     """
-    meeting = AtAnAddress(job)
     with Processes() as processes:
         link = Link(job, lambda: processes.signalled is not None)
         try:
             prepare(link)
-            return Supervisor(job, link, processes, meeting).run()
+            return Supervisor(job, link, processes, Meeting(job)).run()
         finally:
             link.close()
-
-
-def _print_through(link: Link) -> None:
-    sys.stdout, sys.stderr = cast("TextIO", _Outlet(1, link)), cast("TextIO", _Outlet(2, link))
 
 
 def main() -> int:
@@ -316,8 +312,12 @@ def main() -> int:
     # The end of the login by which this process was started: the ranks go on without it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     job = HostJob.unpack(sys.stdin.buffer.read())
+
+    def print_through(link: Link) -> None:
+        sys.stdout, sys.stderr = cast("TextIO", _Outlet(1, link)), cast("TextIO", _Outlet(2, link))
+
     try:
-        return run(job, _print_through)
+        return run(job, print_through)
     except LaunchError as error:
         print(f"ring run: {error}", file=sys.stderr)
         return 1

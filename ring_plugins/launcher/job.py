@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Callable
 
 from ring_plugins.core.base import config
@@ -19,11 +18,11 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.launcher import host, mpirun
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.host import Supervisor
+from ring_plugins.launcher.host import Supervisor, tell_user
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.logins import Logins
-from ring_plugins.launcher.meeting import AtAnAddress, InMemory, Meeting
+from ring_plugins.launcher.meeting import Meeting
 from ring_plugins.launcher.mpirun_job import run_mpirun
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.processes import Processes
@@ -49,47 +48,31 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     Returns:
         The exit status: 0 only if every rank exited with 0, or, where losses are tolerated, all that were not killed.
     """
-    if plan.mpirun is None:
-        return _run_on_hosts(plan, notify)
-    with Processes() as processes:
-        return _tell(run_mpirun(plan, processes), processes, notify)
-
-
-def _tell(result: tuple[int, str | None], processes: Processes, notify: Callable[[str], None]) -> int:
-    status, why = result
-    if why:
-        notify(why)
-    if processes.signalled is not None:
-        notify(f"ended every rank because of {processes.signalled.name}.")
-    return status
-
-
-def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
-    """Run a job without mpirun, on this host or on several."""
-    job, ranks = plan.job, iter(range(plan.job.ranks))
-    hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares if plan.hosts]
-    hosts = hosts or [(socket.gethostname(), list(ranks))]
-    here = next((index for index, (name, own) in enumerate(hosts) if own and is_this_host(name)), None)
-    environment = {name: os.environ.get(name) if value is None else value for name, value in job.environment.items()}
-    described = HostJob(
-        addresses=(),
-        port=0,
-        key="",
-        index=here or 0,
-        hosts=len(hosts),
-        ranks=hosts[here][1] if here is not None else (),
-        size=job.ranks,
-        command=job.command,
-        environment={name: value for name, value in environment.items() if value is not None},
-        tag_output=job.tag_output,
-        output_directory=job.output_directory,
-        recovers=plan.recovers,
-        replaces=plan.replaces,
-        standbys=plan.standbys,
-        most=plan.max_ranks,
-    )
-    meeting: Meeting = AtAnAddress(described) if plan.hosts else InMemory(job.ranks, plan.max_ranks)
     with Processes() as processes, contextlib.ExitStack() as stack:
+        if plan.mpirun is not None:
+            return _tell(run_mpirun(plan, processes), processes, notify)
+        job, ranks = plan.job, iter(range(plan.job.ranks))
+        hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares if plan.hosts]
+        hosts = hosts or [(socket.gethostname(), list(ranks))]
+        here = next((index for index, (name, own) in enumerate(hosts) if own and is_this_host(name)), None)
+        variables = {name: os.environ.get(name) if value is None else value for name, value in job.environment.items()}
+        described = HostJob(
+            addresses=(),
+            port=0,
+            key="",
+            index=here or 0,
+            hosts=len(hosts),
+            ranks=hosts[here][1] if here is not None else (),
+            size=job.ranks,
+            command=job.command,
+            environment={name: value for name, value in variables.items() if value is not None},
+            tag_output=job.tag_output,
+            output_directory=job.output_directory,
+            recovers=plan.recovers,
+            replaces=plan.replaces,
+            standbys=plan.standbys,
+            most=plan.max_ranks,
+        )
         logins = None
         if plan.hosts:
             logins = Logins(job, described, processes, stack.enter_context(Relay(False, always=True)))
@@ -107,31 +90,22 @@ def _run_on_hosts(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         for index, (name, ranks_there) in enumerate(hosts):
             if logins is not None and index != here:
                 logins.start(coordinator.port, coordinator.key, name, index, ranks_there)
-        status = _coordinate(coordinator, None if here is None else described, meeting, processes, notify)
+        if here is not None:
+            meeting = Meeting(described, in_memory=not plan.hosts)
+            Supervisor(described, coordinator.connect(here), processes, meeting).run()
+        status = _tell(coordinator.finish(), processes, notify)
         if logins is not None:
             logins.leave()
     return status
 
 
-def _coordinate(
-    coordinator: Coordinator,
-    own: HostJob | None,
-    meeting: Meeting,
-    processes: Processes,
-    notify: Callable[[str], None],
-) -> int:
-    """Follow a job to its end.
-
-    Args:
-        coordinator: of the job.
-        own: what is to run on this host, if anything is.
-        meeting: of its ranks.
-        processes: of this host.
-        notify: shows one line to the user.
-    """
-    if own is not None:
-        Supervisor(own, coordinator.connect(own.index), processes, meeting).run()
-    return _tell(coordinator.finish(), processes, notify)
+def _tell(result: tuple[int, str | None], processes: Processes, notify: Callable[[str], None]) -> int:
+    status, why = result
+    if why:
+        notify(why)
+    if processes.signalled is not None:
+        notify(f"ended every rank because of {processes.signalled.name}.")
+    return status
 
 
 def run_under_launcher() -> int:
@@ -141,16 +115,12 @@ def run_under_launcher() -> int:
     try:
         if own.index:
             return host.run(own)
-        meeting = AtAnAddress(own)
         with (
             Processes() as processes,
-            Coordinator(place["hosts"], processes, _say, own.port, own.key) as coordinator,
+            Coordinator(place["hosts"], processes, tell_user, own.port, own.key) as coordinator,
         ):
-            return _coordinate(coordinator, own, meeting, processes, _say)
+            Supervisor(own, coordinator.connect(own.index), processes, Meeting(own)).run()
+            return _tell(coordinator.finish(), processes, tell_user)
     except LaunchError as error:
-        _say(str(error))
+        tell_user(str(error))
         return 1
-
-
-def _say(text: str) -> None:
-    print(f"ring run: {text}", file=sys.stderr, flush=True)

@@ -16,11 +16,18 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
-from ring_plugins.launcher.environment import exported_variables, threads_per_rank
 from ring_plugins.launcher.hosts import Host, allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 
 BINDINGS = ("none", "core", "numa", "socket")
+#: Variables that training and its libraries read. All others may differ between hosts.
+_PREFIXES = (
+    "RING_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "PYTHON",
+    "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "KERAS_", "TF_", "XLA_", "JAX_", "PL_", "HF_", "WANDB_", "MLFLOW_",
+)  # fmt: skip
+_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+#: Describes one process to itself; another rank that inherited it would take that process's place.
+_NEVER = (config.SPAWNED.name,)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def make_plan(options: Options) -> LaunchPlan:
     provisional = (_oversubscription(most, available),) if oversubscribed else ()
     notices += provisional
     interface = options.interface or config.INTERFACE.get() or None
-    environment = exported_variables(options.export, threads_per_rank(available, most), interface)
+    environment = exported_variables(options.export, max(1, available // most), interface)
     if recovers:
         environment |= {config.ON_FAILURE.name: options.on_failure, config.LOSSES_TOLERATED.name: "1"}
         environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
@@ -148,6 +155,44 @@ def make_plan(options: Options) -> LaunchPlan:
     )
 
 
+def exported_variables(
+    wanted: Sequence[str], threads: int, interface: str | None, environment: Mapping[str, str] = os.environ
+) -> dict[str, str | None]:
+    """The variables that every rank gets: name to value, or to None for the value that this process has.
+
+    Values that are None need not appear on a command line, where every user of the host could read them.
+
+    Args:
+        wanted: the user's additions, as `NAME` or `NAME=VALUE`.
+        threads: OMP_NUM_THREADS, unless the user has set it.
+        interface: network interface for NCCL and gloo, unless the user has set theirs.
+        environment: of this process.
+
+    Raises:
+        ArgumentError: a wanted variable is not set here.
+    """
+    chosen: dict[str, str | None] = {
+        name: None
+        for name in sorted(environment)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _NEVER
+    }
+    if "OMP_NUM_THREADS" not in environment:
+        chosen["OMP_NUM_THREADS"] = str(threads)
+    if interface:
+        chosen[config.INTERFACE.name] = interface
+        is_subnet = "/" in interface  # which NCCL and gloo do not understand
+        # "=": NCCL would else take every interface whose name begins so, such as eth10 for eth1.
+        theirs = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+        if not is_subnet:
+            chosen |= {name: value for name, value in theirs.items() if name not in environment}
+    for text in wanted:
+        name, equals, value = text.partition("=")
+        if not equals and name not in environment:
+            raise ArgumentError(f"-x {name}: {name} is not set here; set it, or write -x {name}=VALUE.")
+        chosen[name] = value if equals else None
+    return chosen
+
+
 def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
     """Adapt a plan to the hosts' numbers of cores, which `make_plan` does not know.
 
@@ -160,8 +205,8 @@ def adapt(plan: LaunchPlan, cores_of: Mapping[str, int]) -> LaunchPlan:
     notices = [_oversubscription(part.ranks, cores_of[part.host], part.host) for part in oversubscribed]
     environment = dict(job.environment)
     if environment.get("OMP_NUM_THREADS") is not None and "OMP_NUM_THREADS" not in os.environ:
-        known = [threads_per_rank(cores_of[part.host], part.ranks) for part in job.shares if part.host in cores_of]
-        environment["OMP_NUM_THREADS"] = str(min(known, default=1))
+        known = [cores_of[part.host] // part.ranks for part in job.shares if part.host in cores_of]
+        environment["OMP_NUM_THREADS"] = str(max(1, min(known, default=1)))
     job = replace(job, oversubscribed=bool(oversubscribed), environment=environment)
     kept = [notice for notice in plan.notices if notice not in plan.provisional]
     return replace(plan, job=job, notices=(*kept, *notices), provisional=())

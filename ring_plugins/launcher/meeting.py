@@ -72,32 +72,36 @@ def assign_ranks(hosts: Sequence[str]) -> list[RankAssignment]:
     return [found[process] for process in range(len(hosts))]
 
 
-class InMemory:
-    """Where the ranks of a job on one host meet: in shared memory.
+class Meeting:
+    """Where the ranks of a job meet: in the memory of their host, or at a port of rank 0's.
 
     Args:
-        size: number of ranks at the start.
-        most: up to how many the job may grow.
+        job: of this host.
+        in_memory: whether all ranks run on this host, and meet in memory whose file they inherit. Otherwise the output
+            of all ranks passes through their supervisors, and none reads standard input.
 
     Attributes:
-        segment: the memory, whose file they inherit.
-        slots: the slots of this host's processes.
-        join_info, remote_joiners: as in core/rendezvous/slots.py.
-        is_at_an_address: whether rank 0 listens at a port of its host. The output of all ranks passes through their
-            supervisors then, and none reads standard input.
+        in_memory: see above.
+        segment: the memory, which holds the slots also of ranks that meet elsewhere.
+        slots: of this host's processes.
     """
 
-    is_at_an_address = False
-
-    def __init__(self, size: int, most: int) -> None:
-        self._size, self._number = size, max(size, most)
-        self.segment = Segment.create(SharedMemoryRendezvous.nbytes(size, self._number))
-        self._rendezvous = SharedMemoryRendezvous(self.segment, 0, size, [], self._number)
-        rows = self.segment.array[: Slots.nbytes(self._number)]
-        self.slots = Slots(rows)
+    def __init__(self, job: HostJob, in_memory: bool = False) -> None:
+        self.in_memory, self._job = in_memory, job
+        self._in_use, self._number = job.size, max(job.size, job.most)
+        rows = Slots.nbytes(self._number)
+        self.segment = Segment.create(SharedMemoryRendezvous.nbytes(job.size, self._number) if in_memory else rows)
+        self._rendezvous = SharedMemoryRendezvous(self.segment, 0, job.size, [], self._number) if in_memory else None
+        self.slots = Slots(self.segment.array[:rows])
+        self._start: Mapping[str, Any] = {}
 
     def begin(self, start: Mapping[str, Any]) -> None:
         """Take what the coordinator says about rank 0, and, on a host that was added, about the members of the job."""
+        self._start = start
+        if self._job.is_added:
+            join_info = start["join info"]
+            self.slots.join_info.write({**join_info, "address": address_towards(join_info["address"])})
+            self.slots.others_let_join = True
 
     def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
         """Variables of a process.
@@ -108,60 +112,31 @@ class InMemory:
             number: of slots of this host.
             is_new: whether the job has begun without it.
         """
-        size = max(self._size, self.slots.size_until_joined(local) if is_new and local is not None else 0)
-        return child_environment(self.segment, local, size, 0, self._number)
-
-    def note_in_use(self, number: int) -> None:
-        """Note how many slots of the whole job are in use now."""
-        self.slots.in_use = number
-
-    def is_awaited(self, local: int, was_killed: bool) -> str:
-        """What others still wait for: that the ended process "reached" or "completed" init(); "" if nobody waits."""
-        if local >= self._size:
-            return ""
-        most = max(map(self._rendezvous.rounds, range(self._size)))
-        own = self._rendezvous.rounds(local)  # read last: it may have come meanwhile, and ended
-        return "" if own >= most else "completed" if own else "reached"
-
-
-class AtAnAddress:
-    """Where the ranks of several hosts meet: at a port of rank 0's host. Methods and attributes as of `InMemory`.
-
-    Args:
-        job: of this host.
-    """
-
-    is_at_an_address = True
-
-    def __init__(self, job: HostJob) -> None:
-        self._job, self._number, self._in_use = job, max(job.size, job.most), job.size
-        self.segment = Segment.create(Slots.nbytes(self._number))
-        self.slots = Slots(self.segment.array)
-        self._start: Mapping[str, Any] = {}
-
-    def begin(self, start: Mapping[str, Any]) -> None:
-        self._start = start
-        if self._job.is_added:
-            join_info = start["join info"]
-            self.slots.join_info.write({**join_info, "address": address_towards(join_info["address"])})
-            self.slots.others_let_join = True
-
-    def environment(self, local: int | None, rank: int, number: int, is_new: bool) -> dict[str, str]:
-        assert local is not None
         job, start = self._job, self._start
+        if self.in_memory:
+            size = max(job.size, self.slots.size_until_joined(local) if is_new and local is not None else 0)
+            return child_environment(self.segment, local, size, 0, self._number)
+        assert local is not None
         place = RankAssignment(rank, self._in_use, local, number, job.index, job.hosts)
         found = place.environment(start["address"], start["port"], start["secret"])
         return {**found, **Slots.environment(self.segment, self._number, local)}
 
     def note_in_use(self, number: int) -> None:
+        """Note how many slots of the whole job are in use now."""
         self._in_use = number
+        if self.in_memory:
+            self.slots.in_use = number
 
     def is_awaited(self, local: int, was_killed: bool) -> str:
+        """What others still wait for: that the ended process "reached" or "completed" init(); "" if nobody waits."""
         slots = self.slots
-        is_awaited = was_killed or any(map(slots.is_starting, range(slots.number)))
-        if slots.has_started(local) or not is_awaited:
+        if self._rendezvous is None:
+            is_awaited = was_killed or any(map(slots.is_starting, range(slots.number)))
+            has_come, is_awaited = slots.is_starting(local), is_awaited and not slots.has_started(local)
+        elif local >= self._job.size:
             return ""
-        return "completed" if slots.is_starting(local) else "reached"
-
-
-Meeting = InMemory | AtAnAddress
+        else:
+            most = max(map(self._rendezvous.rounds, range(self._job.size)))
+            own = self._rendezvous.rounds(local)  # read last: it may have come meanwhile, and ended
+            has_come, is_awaited = own > 0, own < most
+        return "" if not is_awaited else "completed" if has_come else "reached"

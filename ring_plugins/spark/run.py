@@ -25,8 +25,7 @@ from ring_plugins.core.base.own_python import search_path
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
-from ring_plugins.launcher.call_ranks import RankProcess
-from ring_plugins.launcher.calls import Driver, connect_to_driver
+from ring_plugins.launcher.calls import Driver, RankProcess, connect_to_driver
 from ring_plugins.launcher.meeting import assign_ranks
 from ring_plugins.launcher.outcomes import (
     Outcome,

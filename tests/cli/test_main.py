@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_plugins import __version__
-from ring_plugins.cli.main import app
+from ring_plugins.cli.main import app, forget_outer_job
 
 
 def test_the_version():
@@ -68,3 +68,15 @@ def test_the_command_starts_without_importing_frameworks():
     program = f"import sys; import ring_plugins.cli.main; print({heavy} or 'none')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "none"
+
+
+def test_a_job_that_a_rank_starts_does_not_have_the_options_of_the_job_of_the_rank():
+    user = {"RING_TIMEOUT": "5", "RING_LAUNCHER": "single", "RING_MIN_RANKS": "2"}
+    outside = {**user, "RING_SPAWNED": "3:1:2:9:2"}  # for mpirun, which hands on its whole environment
+    assert forget_outer_job(outside) == "" and outside == user
+    place = {"RING_LOSSES_TOLERATED": "1", "RING_JOINS": "5"}
+    rank = {**user, **place, "RING_ON_FAILURE": "replace", "RING_MAX_RANKS": "4"}
+    assert forget_outer_job(rank) == "RING_ON_FAILURE=replace RING_MIN_RANKS=2 RING_MAX_RANKS=4"
+    assert rank == {"RING_TIMEOUT": "5", "RING_LAUNCHER": "single"}
+    on_hosts = {"RING_LOSSES_TOLERATED": "1", "RING_SLOT": "3:2:0", "RING_LAUNCHER": "rendezvous"}
+    assert forget_outer_job(on_hosts) == "" and not on_hosts

@@ -12,7 +12,7 @@ from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import threads
 from ring_plugins.core.control import monitor
 from ring_plugins.core.gpu.connection import NcclConnection
-from ring_plugins.launcher import call_ranks, job, mpirun_job, preflight
+from ring_plugins.launcher import function, job, mpirun_job, preflight
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
@@ -55,13 +55,13 @@ def test_a_dead_output_thread_closes_its_ranks_pipe(died, monkeypatch):
 def test_a_rank_whose_driver_thread_dies_ends(died, monkeypatch):
     ended = threading.Event()
     driver = SimpleNamespace(receive_call=lambda: b"[]\n", wait_for_end=broken, report=lambda outcome: None)
-    monkeypatch.setenv(call_ranks.config.DRIVER.name, "here 1 00")
-    monkeypatch.setattr(call_ranks, "detect", lambda: SimpleNamespace(rank=0))
-    monkeypatch.setattr(call_ranks, "connect_to_driver", lambda *_: driver)
-    monkeypatch.setattr(call_ranks, "call", lambda *_: SimpleNamespace(failure=ended.wait(10) or None))
-    monkeypatch.setattr(call_ranks, "_end", ended.set)
+    monkeypatch.setenv(function.config.DRIVER.name, "here 1 00")
+    monkeypatch.setattr(function, "detect", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(function, "connect_to_driver", lambda *_: driver)
+    monkeypatch.setattr(function, "call", lambda *_: SimpleNamespace(failure=ended.wait(10) or None))
+    monkeypatch.setattr(function, "_end", ended.set)
     with pytest.raises(SystemExit):
-        call_ranks.run_rank()
+        function.run_rank()
     assert ended.is_set() and died.names == ["ring:driver"]
 
 

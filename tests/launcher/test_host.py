@@ -9,7 +9,7 @@ import pytest
 from ring_plugins.launcher import host, processes
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.host import Supervisor
-from ring_plugins.launcher.meeting import InMemory
+from ring_plugins.launcher.meeting import Meeting
 from ring_plugins.launcher.processes import Processes
 
 
@@ -46,7 +46,7 @@ def run(monkeypatch):
         choose = "".join(f"{rank}) {script};; " for rank, script in enumerate(scripts))
         command = ["sh", "-c", f'slot=$LOCAL_RANK; case "$slot" in {choose} esac']
         job = HostJob([], 0, "", 0, 1, range(len(scripts)), len(scripts), command, **options)
-        meetings.append(meeting := InMemory(len(scripts), 0))
+        meetings.append(meeting := Meeting(job, in_memory=True))
         with Processes() as group:
             return Supervisor(job, link, group, meeting).run()
 

@@ -8,7 +8,7 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.launcher import launch_plan, mpirun
 from ring_plugins.launcher.hosts import Share
-from ring_plugins.launcher.launch_plan import LaunchPlan, Options, adapt, make_plan
+from ring_plugins.launcher.launch_plan import LaunchPlan, Options, adapt, exported_variables, make_plan
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 
 COMMAND = (sys.executable, "train.py")
@@ -159,3 +159,23 @@ def test_a_job_that_goes_on_after_losses_is_started_without_mpirun():
 def test_where_losses_cannot_be_tolerated_the_plan_says_so(options, text):
     with pytest.raises(ArgumentError, match=text):
         make_plan(Options(COMMAND, **{"on_failure": "continue", **options}))
+
+
+def test_variables_that_training_reads_are_exported():
+    here = {
+        "RING_TIMEOUT": "5", "NCCL_DEBUG": "INFO", "KERAS_BACKEND": "jax", "XLA_FLAGS": "", "PYTHONPATH": "/here",
+        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/x", "RING_SPAWNED": "3:1:2:9", "MINE": "1",
+    }  # fmt: skip
+    found = exported_variables(["MINE", "YOURS=2"], 3, "eth0", here)
+    assert found == {
+        "KERAS_BACKEND": None, "NCCL_DEBUG": None, "PYTHONPATH": None, "RING_TIMEOUT": None, "XLA_FLAGS": None,
+        "OMP_NUM_THREADS": "3", "RING_INTERFACE": "eth0", "NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0",
+        "MINE": None, "YOURS": "2",
+    }  # fmt: skip
+    assert set(exported_variables([], 3, "10.2.0.0/16", {})) == {"OMP_NUM_THREADS", "RING_INTERFACE"}
+    said_by_the_user = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "ib0"}
+    kept = exported_variables([], 3, "eth0", said_by_the_user)
+    assert kept["OMP_NUM_THREADS"] is None
+    assert kept["NCCL_SOCKET_IFNAME"] is None
+    with pytest.raises(ArgumentError, match="-x NOWHERE: NOWHERE is not set here"):
+        exported_variables(["NOWHERE"], 1, None, {})

@@ -6,20 +6,25 @@ from ring_plugins.core.base.member import Member
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.meeting import AtAnAddress, InMemory, RankAssignment, assign_ranks
+from ring_plugins.launcher.meeting import Meeting, RankAssignment, assign_ranks
+
+
+def in_memory(size, most):
+    job = HostJob([], 0, "", 0, 1, range(size), size, ["true"], most=most)
+    return Meeting(job, in_memory=True)
 
 
 @pytest.fixture
 def at_an_address():
     job = HostJob(["10.0.0.1"], 7, "key", 1, 2, [2, 3], 4, ["true"], most=6)
-    found = AtAnAddress(job)
+    found = Meeting(job)
     found.begin({"address": "10.0.0.1", "port": 29, "secret": "hush"})
     yield found
     found.segment.close_file()
 
 
 def test_a_rank_of_one_host_has_not_come_while_others_wait_for_it():
-    meeting = InMemory(2, 3)
+    meeting = in_memory(2, 3)
     assert [meeting.is_awaited(local, True) for local in range(3)] == ["", "", ""]
     first = SharedMemoryRendezvous(meeting.segment, 0, 2, [], 3)
     words, _ = first._cell(0)
@@ -29,7 +34,7 @@ def test_a_rank_of_one_host_has_not_come_while_others_wait_for_it():
 
 
 def test_a_process_that_joins_one_host_sees_the_slots_that_are_in_use():
-    meeting = InMemory(2, 4)
+    meeting = in_memory(2, 4)
     assert meeting.environment(1, 1, 2, False)["RING_SPAWNED"].split(":")[1:] == ["1", "2", "0", "4"]
     meeting.note_in_use(3)
     assert meeting.environment(2, 2, 3, True)["RING_SPAWNED"].split(":")[1:] == ["2", "3", "0", "4"]

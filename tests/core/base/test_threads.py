@@ -134,7 +134,7 @@ DEATH_TESTS = {
     ("launcher/mpirun_job.py", '"ring:mpirun\'s errors"'): "test_a_job_whose_mpirun_nobody_hears_ends",
     ("launcher/output.py", "f'ring:output {rank}'"): "test_a_dead_output_thread_closes_its_ranks_pipe",
     ("launcher/preflight.py", "'ring:preflight'"): "test_a_dead_preflight_thread_is_told",
-    ("launcher/call_ranks.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
+    ("launcher/function.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
 }
 
 
