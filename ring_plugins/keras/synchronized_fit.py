@@ -149,7 +149,7 @@ class SynchronizedFit:
         """The root's first epoch, on all ranks."""
         self._settle_writers()  # one of them may restore a backup
         root = self._root.rank_in(self._communicator)
-        return self._communicator.broadcast_object(self._model._initial_epoch, root, operation="initial_epoch")
+        return self._communicator.broadcast_object(self._model._initial_epoch, root, purpose="initial_epoch")
 
     def _start(self) -> None:
         """Broadcast the root's state and install the averaging."""

@@ -8,10 +8,10 @@ meet at an address of rank 0's host, as do those that Spark and Ray have placed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.member import Topology, find_topology
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.rendezvous.slots import Slots
@@ -19,57 +19,42 @@ from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_env
 from ring_plugins.launcher.coordinator_link import HostJob
 
 
-@dataclass(frozen=True)
-class RankAssignment:
-    """A process's place in its job, in the terms of torchrun."""
+def rank_environment(place: Topology, address: str, port: int, secret: str) -> dict[str, str]:
+    """The variables by which `ring_plugins.init()` finds the other ranks, in the terms of torchrun.
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-
-    def environment(self, address: str, port: int, secret: str) -> dict[str, str]:
-        """The variables by which `ring_plugins.init()` finds the other ranks.
-
-        Args:
-            address, port: where rank 0 listens.
-            secret: a fresh one of the job, which must reach the ranks without becoming visible to others.
-        """
-        return {
-            config.SECRET.name: secret,
-            # A scheduler itself may run under mpirun or srun, whose variables contradict these.
-            config.LAUNCHER.name: "rendezvous",
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.num_nodes),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
+    Args:
+        place: of the process.
+        address, port: where rank 0 listens.
+        secret: a fresh one of the job, which must reach the ranks without becoming visible to others.
+    """
+    return {
+        config.SECRET.name: secret,
+        # A scheduler itself may run under mpirun or srun, whose variables contradict these.
+        config.LAUNCHER.name: "rendezvous",
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
-def assign_ranks(hosts: Sequence[str]) -> list[RankAssignment]:
+def assign_ranks(hosts: Sequence[str]) -> list[Topology]:
     """Assign a rank to every process that a scheduler has placed, so that the ranks of one host follow each other.
 
     Args:
         hosts: the host of each process, in the scheduler's order.
 
     Returns:
-        An assignment for each process, in the same order.
+        The place of each process, in the same order.
     """
     nodes = list(dict.fromkeys(hosts))
     order = sorted(range(len(hosts)), key=lambda process: (nodes.index(hosts[process]), process))
-    found: dict[int, RankAssignment] = {}
-    for rank, process in enumerate(order):
-        local = [other for other in order if hosts[other] == hosts[process]]
-        found[process] = RankAssignment(
-            rank, len(hosts), local.index(process), len(local), nodes.index(hosts[process]), len(nodes)
-        )
-    return [found[process] for process in range(len(hosts))]
+    by_rank = [hosts[process] for process in order]
+    return [find_topology(order.index(process), by_rank, by_rank) for process in range(len(hosts))]
 
 
 class Meeting:
@@ -117,8 +102,8 @@ class Meeting:
             size = max(job.size, self.slots.size_until_joined(local) if is_new and local is not None else 0)
             return child_environment(self.segment, local, size, 0, self._number)
         assert local is not None
-        place = RankAssignment(rank, self._in_use, local, number, job.index, job.hosts)
-        found = place.environment(start["address"], start["port"], start["secret"])
+        place = Topology(rank, self._in_use, local, number, job.index, job.hosts)
+        found = rank_environment(place, start["address"], start["port"], start["secret"])
         return {**found, **Slots.environment(self.segment, self._number, local)}
 
     def note_in_use(self, number: int) -> None:

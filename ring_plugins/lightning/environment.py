@@ -141,7 +141,7 @@ def _recorded_topology(found: LaunchRecord) -> Topology | None:
     if rank is None or size is None or local_rank is None or not local_size:
         return None
     # The node numbers are right if all nodes have the same number of ranks; only a warning and a log line use them.
-    return Topology(rank, size, local_rank, local_size, rank // local_size, -(-size // local_size), hosts=())
+    return Topology(rank, size, local_rank, local_size, rank // local_size, -(-size // local_size))
 
 
 _warned: set[tuple[Any, ...]] = set()

@@ -175,7 +175,7 @@ def broadcast_object(item: T, src: int) -> T:
 
     def attempt() -> Any:
         communicator = current().communicator
-        return communicator.broadcast_object(item, source.rank_in(communicator), operation="strategy.broadcast")
+        return communicator.broadcast_object(item, source.rank_in(communicator), purpose="strategy.broadcast")
 
     result: T = repeated(attempt)
     return result

@@ -15,6 +15,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, SharedMemoryError
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Topology
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import reserve_port
@@ -22,7 +23,7 @@ from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
-from ring_plugins.launcher.meeting import RankAssignment, assign_ranks
+from ring_plugins.launcher.meeting import assign_ranks, rank_environment
 from ring_plugins.launcher.outcomes import (
     LEFT,
     NOT_JOINED,
@@ -334,11 +335,11 @@ class _RankActors:
 
         return collect(len(self._actors), poll, timeout, recovers=self._policy.recovers)
 
-    def _environment(self, assignment: RankAssignment) -> dict[str, str]:
+    def _environment(self, assignment: Topology) -> dict[str, str]:
         """Variables by which `init` finds the others: in shared memory, or over the network."""
         if self._policy.replaces:
             return self._policy.environment
-        return {**assignment.environment(*self._rendezvous), **self._policy.environment}
+        return {**rank_environment(assignment, *self._rendezvous), **self._policy.environment}
 
     def _may_replace(self, lost: _Call, waiting: Mapping[Any, _Call]) -> list[Address]:
         """Where a process that takes a lost place finds the others; nowhere if none is to take it.

@@ -26,7 +26,7 @@ from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher.calls import Driver, RankProcess, connect_to_driver
-from ring_plugins.launcher.meeting import assign_ranks
+from ring_plugins.launcher.meeting import assign_ranks, rank_environment
 from ring_plugins.launcher.outcomes import (
     Outcome,
     RankResults,
@@ -213,7 +213,7 @@ class _RankTask:
             driver = connect_to_driver(self.driver, self.port, self.key, mine.rank)
             secret = hmac.new(self.key, b"RING_SECRET", "sha256").hexdigest()
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
-            environment |= {**mine.environment(address, port, secret), **self.variables}
+            environment |= {**rank_environment(mine, address, port, secret), **self.variables}
             by, path = "ring_plugins.spark.run", search_path_of_user()
             process = RankProcess(mine.rank, environment, driver.fileno(), by=by, path=path)
             try:

@@ -185,7 +185,7 @@ class GradientAverager:
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
-            if self.communicator.broadcast_object(tuning_is_wanted(autotune), operation="GradientAverager"):
+            if self.communicator.broadcast_object(tuning_is_wanted(autotune), purpose="GradientAverager"):
                 self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self.communicator)
 
     def _first_buckets(self, overlap: Wanted) -> GradientBuckets:

@@ -150,9 +150,9 @@ def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
     if topology.rank == 0:
         addresses = (own.addresses() if topology.num_nodes > 1 else []) or ["127.0.0.1"]
         store = _listen(addresses[0] if len(addresses) == 1 else "", topology.size, timeout)
-        own.communicator.broadcast_object((addresses, store.port), root=0, operation="init_process_group")
+        own.communicator.broadcast_object((addresses, store.port), root=0, purpose="init_process_group")
     else:
-        addresses, port = own.communicator.broadcast_object(None, root=0, operation="init_process_group")
+        addresses, port = own.communicator.broadcast_object(None, root=0, purpose="init_process_group")
         store = _connect(addresses, port, topology.size, timeout)
     with purpose("init_process_group"):
         own.communicator.barrier()  # the store lives in rank 0, which may be refused what it wants it for

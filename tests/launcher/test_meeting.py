@@ -2,11 +2,11 @@
 
 import pytest
 
-from ring_plugins.core.base.member import Member
+from ring_plugins.core.base.member import Member, Topology
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.meeting import Meeting, RankAssignment, assign_ranks
+from ring_plugins.launcher.meeting import Meeting, assign_ranks, rank_environment
 
 
 def in_memory(size, most):
@@ -63,15 +63,15 @@ def test_a_process_that_joins_several_hosts_gets_the_size_that_the_job_has_then(
 
 def test_ranks_of_one_host_follow_each_other_whatever_the_schedulers_order():
     assert assign_ranks(["a", "b", "a"]) == [
-        RankAssignment(0, 3, 0, 2, 0, 2),
-        RankAssignment(2, 3, 0, 1, 1, 2),
-        RankAssignment(1, 3, 1, 2, 0, 2),
+        Topology(0, 3, 0, 2, 0, 2, ("a", "b")),
+        Topology(2, 3, 0, 1, 1, 2, ("a", "b")),
+        Topology(1, 3, 1, 2, 0, 2, ("a", "b")),
     ]
 
 
 def test_an_assignment_overrides_the_launcher_under_which_the_scheduler_runs():
     (alone,) = assign_ranks(["a"])
-    variables = alone.environment("10.0.0.1", 4000, "hush")
+    variables = rank_environment(alone, "10.0.0.1", 4000, "hush")
     assert variables["RING_SECRET"] == "hush"
     assert (variables["RING_LAUNCHER"], variables["RANK"], variables["WORLD_SIZE"]) == ("rendezvous", "0", "1")
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4000")

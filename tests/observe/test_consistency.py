@@ -240,7 +240,7 @@ def test_only_the_checks_whose_numbers_differ_are_asked():
     class Communicator:
         ranks = (0, 1)
 
-        def all_gather_object(self, item, operation=""):
+        def all_gather_object(self, item, purpose=""):
             return [item, tuple(5 if number == 4 else number for number in item)]
 
     checks, same, other = Checks(place=Place()), Numbers(3), Numbers(4)

@@ -75,7 +75,7 @@ class Two(SingleCommunicator):
         super().__init__("two")
         self.size, self.ranks, self.told = 2, (0, 1), []
 
-    def all_gather_object(self, item, operation=""):
+    def all_gather_object(self, item, purpose=""):
         return 2 * super().all_gather_object(item)
 
     def interrupt(self, operation, cause):

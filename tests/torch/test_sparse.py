@@ -13,7 +13,7 @@ class Doubled:
 
     size = 2
 
-    def all_gather_object(self, item, operation=""):
+    def all_gather_object(self, item, purpose=""):
         return [item, item]
 
     def all_gather(self, source, target, counts):

@@ -90,7 +90,7 @@ class Topology:
         rank, size: in the job.
         local_rank, local_size: on its host.
         node_rank, num_nodes: of its host among the hosts.
-        hosts: the hosts' names in node order.
+        hosts: the hosts' names in node order; empty where nobody asks for them.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class Topology:
     local_size: int
     node_rank: int
     num_nodes: int
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:

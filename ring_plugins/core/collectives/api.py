@@ -97,14 +97,14 @@ class Communicator(Protocol[M_contra]):
     def barrier(self) -> None:
         """Return when all members have called."""
 
-    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
+    def broadcast_object(self, item: Any, root: int = 0, purpose: str = "") -> Any:
         """Return the root's object (pickled) on every member.
 
-        `operation` is what needs it, if that is not the user's call of this name: ranks in different ones disagree.
+        `purpose` is what needs it, if that is not the user's call of this name, as for `fingerprint.purpose`.
         """
 
-    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
-        """Return the objects (pickled) of all members in rank order; `operation` as above."""
+    def all_gather_object(self, item: Any, purpose: str = "") -> list[Any]:
+        """Return the objects (pickled) of all members in rank order; `purpose` as above."""
 
     def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
         """Run `function`, which calls the methods above, in the background, after everything started before.

@@ -247,11 +247,11 @@ class HostCommunicator(Communicator[HostMemory]):
             return
         self._executor.run(fingerprint("barrier"), self.groups.bytes.barrier)
 
-    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
+    def broadcast_object(self, item: Any, root: int = 0, purpose: str = "") -> Any:
         check_rank(root, self)
         if self._recovery is not None and self._recovery.is_outside(self._executor):
-            return self._repeat_from(root, "broadcast", lambda root: self.broadcast_object(item, root, operation))
-        kind = operation or "broadcast_object"
+            return self._repeat_from(root, "broadcast", lambda root: self.broadcast_object(item, root, purpose))
+        kind = purpose or "broadcast_object"
         data = self._pickled(item, kind) if self.rank == root else np.empty(0, np.uint8)
         return self._executor.run(fingerprint(kind, detail=f"root {root}"), self._broadcast_object, item, data, root)
 
@@ -263,12 +263,12 @@ class HostCommunicator(Communicator[HostMemory]):
         self.groups.bytes.broadcast(data, root, operation)
         return item if self.rank == root else _loaded(data, operation)
 
-    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
+    def all_gather_object(self, item: Any, purpose: str = "") -> list[Any]:
         if self._recovery is not None and self._recovery.is_outside(self._executor):
             return self._recovery.repeat(
-                self._executor, "all_gather_object", partial(self.all_gather_object, item, operation)
+                self._executor, "all_gather_object", partial(self.all_gather_object, item, purpose)
             )
-        kind = operation or "all_gather_object"
+        kind = purpose or "all_gather_object"
         return self._executor.run(fingerprint(kind), self._all_gather_object, self._pickled(item, kind))
 
     def _pickled(self, item: Any, operation: str) -> Bytes:

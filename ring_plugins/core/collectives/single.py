@@ -65,11 +65,11 @@ class SingleCommunicator(Communicator[HostMemory]):
     def barrier(self) -> None:
         pass
 
-    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
+    def broadcast_object(self, item: Any, root: int = 0, purpose: str = "") -> Any:
         check_rank(root, self)
         return item
 
-    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
+    def all_gather_object(self, item: Any, purpose: str = "") -> list[Any]:
         return [copy.deepcopy(item)]
 
     def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:

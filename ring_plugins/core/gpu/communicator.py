@@ -173,11 +173,11 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
         self.synchronize()
         self._host.barrier()
 
-    def broadcast_object(self, item: Any, root: int = 0, operation: str = "") -> Any:
-        return self._host.broadcast_object(item, root, operation)
+    def broadcast_object(self, item: Any, root: int = 0, purpose: str = "") -> Any:
+        return self._host.broadcast_object(item, root, purpose)
 
-    def all_gather_object(self, item: Any, operation: str = "") -> list[Any]:
-        return self._host.all_gather_object(item, operation)
+    def all_gather_object(self, item: Any, purpose: str = "") -> list[Any]:
+        return self._host.all_gather_object(item, purpose)
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Not offered: the memory of a GPU is the framework's to allocate.

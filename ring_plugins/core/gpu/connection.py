@@ -103,9 +103,7 @@ class NcclConnection:
         # `ncclCommSplit` would save this bootstrap, but all ranks of the older communicator must call it, with nothing
         # under way there. A group is made by its members alone, while other threads reduce gradients. And where split
         # communicators share channels, aborting one may break all.
-        unique_id = host.broadcast_object(
-            nccl.unique_id() if host.rank == 0 else None, root=0, operation="connect NCCL"
-        )
+        unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0, purpose="connect NCCL")
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):
             nccl.call(

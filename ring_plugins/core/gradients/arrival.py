@@ -42,7 +42,7 @@ class ArrivalOrder:
         """
         wanted = set(positions)
         mine = [position for position in dict.fromkeys(arrived) if position in wanted]
-        first = communicator.broadcast_object(mine if communicator.rank == 0 else None, operation="order of gradients")
+        first = communicator.broadcast_object(mine if communicator.rank == 0 else None, purpose="order of gradients")
         if not first:
             return False
         seen = set(first)

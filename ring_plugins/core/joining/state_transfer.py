@@ -102,9 +102,7 @@ def transfer_state(
             raise PeerFailed(text, joined[0])
         is_mine = everyone.ranks[everyone.rank] == giver
         told = _packed(state, _untold_changes()) if is_mine else None
-        needed, packed, problem = everyone.broadcast_object(
-            told, everyone.ranks.index(giver), operation="state transfer"
-        )
+        needed, packed, problem = everyone.broadcast_object(told, everyone.ranks.index(giver), purpose="state transfer")
         if not problem:
             send(needed, lambda: everyone.ranks.index(giver))
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, name_ranks, printable, quoted
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals, hosts_of
 from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
@@ -157,13 +158,6 @@ class _Joining(NamedTuple):
     deadline: float
 
 
-class _Member(NamedTuple):
-    """A rank that has joined."""
-
-    rank: int
-    host: str
-
-
 class _RankZero:
     """Rank 0's end. Connections are numbered as they come, since anyone may claim to be any rank.
 
@@ -175,7 +169,7 @@ class _RankZero:
 
     def __init__(self, listener: socket.socket, size: int, secret: str) -> None:
         raise_open_file_limit(size + _OTHER_FILES)
-        self.members: dict[int, _Member] = {}
+        self.members: dict[int, Member] = {}
         self._size, self._name = size, socket.gethostname()
         self._port: int = listener.getsockname()[1]
         self._limit = size + _OTHER_CONNECTIONS
@@ -292,17 +286,17 @@ class _RankZero:
         if problem := self._problem(joining.rank, size, host, versions):
             raise self.failed(problem, [number])
         joining.frames.allow_longest()
-        self.members[number] = _Member(joining.rank, host)
+        self.members[number] = Member(joining.rank, host=host)
 
     def _message(self, number: int, event: Event) -> Any:
         """What a rank contributes to a gather."""
         try:
             return _body(event, "gather")
         except Disconnected as error:
-            rank, host = self.members[number]
+            one = self.members[number]
             raise self.failed(
-                f"rank {rank} on {host} ended while the ranks were starting up ({error}); look for the error that it "
-                "printed."
+                f"rank {one.rank} on {one.host} ended while the ranks were starting up ({error}); look for the error "
+                "that it printed."
             ) from error
 
     def _send_all(self, message: Any) -> None:
@@ -314,7 +308,7 @@ class _RankZero:
 
     def _came(self) -> dict[int, str]:
         """The hosts of the ranks that have come."""
-        return {0: self._name, **dict(self.members.values())}
+        return {0: self._name, **{one.rank: one.host for one in self.members.values()}}
 
     def _arrivals(self) -> str:
         return arrivals(self._came(), self._size, f" to connect to port {self._port} on {self._name}")

@@ -182,7 +182,7 @@ class TorchBackend(backends.Backend):
         """See the base class. torch's dropout uses the global generator. The root keeps its state."""
         own = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         digest: int = repeated(
-            lambda: communicator.broadcast_object(own, root.rank_in(communicator), operation="offset_seed")
+            lambda: communicator.broadcast_object(own, root.rank_in(communicator), purpose="offset_seed")
         )
         if not root.is_here():
             torch.manual_seed(digest + communicator.ranks[communicator.rank])

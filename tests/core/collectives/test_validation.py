@@ -21,7 +21,7 @@ class Three(SingleCommunicator):
         super().__init__("three")
         self.size, self.ranks, self.others = 3, (0, 1, 2), others
 
-    def all_gather_object(self, item, operation=""):
+    def all_gather_object(self, item, purpose=""):
         return [item, *self.others]
 
 

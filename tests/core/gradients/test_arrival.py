@@ -35,7 +35,7 @@ def test_another_set_is_learned_without_forgetting_the_first():
 
 def test_rank_0_decides():
     class SecondRank(SingleCommunicator):
-        def broadcast_object(self, item, root=0, operation=""):
+        def broadcast_object(self, item, root=0, purpose=""):
             assert item is None
             return [1, 0]
 

@@ -59,7 +59,7 @@ def test_the_first_difference_is_named_with_its_ranks():
 
 def test_different_plans_are_an_error():
     class Two(SingleCommunicator):
-        def all_gather_object(self, item, operation=""):
+        def all_gather_object(self, item, purpose=""):
             return [item, "different" if isinstance(item, str) else (plan(9).entries, SIZES)]
 
     two = Two("two")

@@ -26,7 +26,7 @@ class Answers(SingleCommunicator):
         super().__init__("answers")
         self.size, self.others = size, list(others)
 
-    def all_gather_object(self, item, operation=""):
+    def all_gather_object(self, item, purpose=""):
         return [item, *self.others]
 
 

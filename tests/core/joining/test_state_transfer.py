@@ -47,7 +47,7 @@ class Rank:
     def __init__(self, rank, told):
         self.rank, self._told = rank, told
 
-    def broadcast_object(self, item, root, operation=""):
+    def broadcast_object(self, item, root, purpose=""):
         assert (item is None) == (self.rank != root) and root == 0
         self._told += [item] if self.rank == root else []
         return self._told[0]
