@@ -12,7 +12,8 @@ import psutil
 
 from ring_plugins.core.linux.interfaces import free_port
 
-Launcher = Literal["spawned", "mpirun", "torchrun"]
+Launcher = Literal["spawned", "mpirun", "torchrun", "exported"]
+#: Those that users have; see `tests.exported` for the other.
 LAUNCHERS: tuple[Launcher, ...] = ("spawned", "mpirun", "torchrun")
 
 # A rank must see its own launcher only, even if the tests themselves run under mpirun, torchrun or SLURM.
@@ -24,6 +25,8 @@ def launcher_command(launcher: str, ranks: int) -> list[str]:
     """The words before the script's name."""
     if launcher == "spawned":
         return [sys.executable]
+    if launcher == "exported":
+        return [sys.executable, str(Path(__file__).with_name("exported.py")), str(ranks)]
     if launcher == "torchrun":
         local = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *local]

@@ -113,7 +113,7 @@ QUICK = "init", "an averager's buckets"
 )
 def test_an_interrupted_construction_reaches_the_other_rank(case: str, nodes: str) -> None:
     script, told = CASES[case]
-    result = run_ranks(COMMON + script, 2, "torchrun", env={"RING_VIRTUAL_NODES": nodes}, timeout=90, check=False)
+    result = run_ranks(COMMON + script, 2, "exported", env={"RING_VIRTUAL_NODES": nodes}, timeout=90, check=False)
     waited, interrupted = result.values("outcome")
     assert interrupted == ["TimeIsUp", "on rank 1"], interrupted
     assert waited is not None, result
@@ -132,7 +132,7 @@ if RANK == 1:
     Segment.open = reject
 attempt(ring.init)
 """
-    result = run_ranks(COMMON + script, 2, "torchrun", timeout=90, check=False)
+    result = run_ranks(COMMON + script, 2, "exported", timeout=90, check=False)
     for kind, text in result.values("outcome"):
         assert kind == "SharedMemoryError", text
         assert re.match("rank 1 on .* cannot map the memory of rank 0: Permission denied", text), text

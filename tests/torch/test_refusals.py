@@ -108,7 +108,7 @@ QUICK = "reduce_in_background", "averager_argument"
     [
         pytest.param(case, *where, marks=[pytest.mark.slow] * (where[0] != "spawned" or case not in QUICK))
         for case in CASES
-        for where in (("spawned", ""), ("torchrun", "1,1"))
+        for where in (("spawned", ""), ("exported", "1,1"))
     ],
 )
 def test_what_one_rank_rejects_reaches_the_other(case: str, launcher: str, nodes: str) -> None:

@@ -89,7 +89,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "2")])
+@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("exported", "2")])
 def test_ranks_that_fail_in_different_lines_of_the_script_show_both(launcher, nodes):
     """Also where both are in one helper of the script's."""
     result = run_ranks(SCRIPT, 2, launcher, env={"RING_VIRTUAL_NODES": nodes}, timeout=60, check=False)

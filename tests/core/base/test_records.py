@@ -85,5 +85,5 @@ except ring.RingError as error:
 
 
 def test_all_ranks_of_a_job_name_the_one():
-    result = run_ranks(SENDS, 3, "torchrun")
+    result = run_ranks(SENDS, 3, "exported")
     assert all("rank 1 sent what no rank sends while the job starts (TypeError)" in s for s in result.values("error"))

@@ -217,4 +217,4 @@ for i in range(10):
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_its_host_keeps_sending():
-    run_ranks(SMALL_BUFFERS, 4, "torchrun", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "40"}, timeout=150)
+    run_ranks(SMALL_BUFFERS, 4, "exported", env={"RING_VIRTUAL_NODES": "2", "RING_TIMEOUT": "40"}, timeout=150)

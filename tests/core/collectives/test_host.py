@@ -22,7 +22,7 @@ CASES = [
     pytest.param("mpirun", 2, "2", marks=pytest.mark.slow),
     pytest.param("mpirun", 3, "1,2", marks=pytest.mark.slow),
     ("mpirun", 4, "2"),
-    pytest.param("torchrun", 3, "2,1", marks=pytest.mark.slow),
+    pytest.param("exported", 3, "2,1", marks=pytest.mark.slow),
 ]
 
 

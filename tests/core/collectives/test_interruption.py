@@ -11,7 +11,7 @@ CHECKS = Path(__file__).with_name("checks_interruption.py")
 NAMES = re.findall(r"@check\ndef (\w+)", CHECKS.read_text())
 #: Needs a launcher: ranks that a script spawned cannot meet again.
 AFTERWARDS = "the_job_goes_on_after_shutdown_and_init"
-LAUNCHES = [("spawned", ""), ("torchrun", "1,1,1"), ("mpirun", "1,2")]
+LAUNCHES = [("spawned", ""), ("exported", "1,1,1"), ("mpirun", "1,2")]
 
 
 @shared
@@ -22,7 +22,7 @@ def outcome(launcher: str, nodes: str) -> Result:
 @pytest.mark.parametrize(
     ("launcher", "nodes", "name"),
     [
-        pytest.param(*launch, name, marks=pytest.mark.slow if launch[0] == "torchrun" else ())
+        pytest.param(*launch, name, marks=pytest.mark.slow if launch[0] == "exported" else ())
         for launch in LAUNCHES
         for name in NAMES + [AFTERWARDS] * (launch[0] != "spawned")
     ],

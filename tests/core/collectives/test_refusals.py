@@ -49,7 +49,7 @@ report("alone", failed)
 """
 
 
-@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
+@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("exported", "1,1")])
 def test_a_rejection_reaches_the_rank_that_waits(launcher, nodes):
     result = run_ranks(SCRIPT, 2, launcher, env={"RING_VIRTUAL_NODES": nodes} if nodes else {}, timeout=60)
     together = ["ArgumentError"] * 4 + ["MismatchError"] * (0 if nodes else 5)
@@ -142,7 +142,7 @@ report("outcome", outcome)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("torchrun", "1,1")])
+@pytest.mark.parametrize(("launcher", "nodes"), [("spawned", ""), ("exported", "1,1")])
 @pytest.mark.parametrize("call", ["all_gather(x)", "reduce_scatter(x, ring.SUM)", "all_gather(x, wait=False).wait()"])
 def test_a_rank_without_memory_for_the_result_tells_the_others(launcher, nodes, call):
     env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
