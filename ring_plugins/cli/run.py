@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated
 
@@ -216,14 +217,14 @@ def run(
                 min_ranks=min_ranks,
                 max_ranks=max_ranks,
                 standbys=standbys,
-                check=check,
             )
         )
         if dry_run:
             typer.echo(job.shell_command(plan))
             return
         if check and plan.hosts:
-            plan = adapt(plan, check_hosts(plan.job, plan.mpirun, plan.hosts))
+            own, cores_of = check_hosts(plan.job, plan.mpirun, plan.hosts)
+            plan = replace(adapt(plan, cores_of), own_report=own)
         for notice in plan.notices:
             _notify(notice)
         _notify(f"$ {job.shell_command(plan)}")

@@ -70,6 +70,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.linux.process import silent_end
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
@@ -131,7 +132,7 @@ class Coordinator:
         self._published: dict[str, Any] = {"added": self._added_slots.told(), "joiners": []}
         self._asked: Host | None = None  # for its join info
         self._started: dict[str, Any] | None = None  # what all supervisors were told
-        self._began, self._failed_at = time.monotonic(), 0.0
+        self._failed_at = 0.0
         #: When to wait no longer for hosts that were told to end, and why they were if the job never began.
         self._end_at, self._trouble = 0.0, ""
         self.result: tuple[int, str | None] | None = None
@@ -161,6 +162,17 @@ class Coordinator:
         self._hosts[index].inbox = []
         return OwnHost(self, self._hosts[index])
 
+    def log_in(self) -> None:
+        """Start the supervisors of all hosts that have none in this process."""
+        for host in self._hosts:
+            if host.inbox is None:
+                self._log_in(host)
+
+    def _log_in(self, host: Host) -> None:
+        assert self._logins is not None
+        index = self._hosts.index(host)
+        host.login = self._logins.start(self.port, self.key, host.name, index, host.ranks, host.is_added)
+
     def finish(self) -> tuple[int, str | None]:
         """Follow the job to its end; returns `result`."""
         while self.result is None:
@@ -176,7 +188,7 @@ class Coordinator:
         if not self._end_at and signalled is not None:
             self._end(signalled)
         elif not self._end_at and self._started is None:
-            self._gather(now)
+            self._gather()
         elif not self._end_at and self._failed_at and now - self._failed_at > GRACE_SECONDS:
             self._end(signal.SIGTERM)
         if not self._failed_at and (self._failed or any(host.why for host in self._hosts)):
@@ -198,25 +210,29 @@ class Coordinator:
             self.result = verdict(self._hosts, self._failed, self._size)
         self._tell_all("over", self.result[0])
 
-    def _gather(self, now: float) -> None:
+    def _gather(self) -> None:
         """Start the job if all supervisors have come, or end it if one does not come."""
-        missing = [host.name for host in self._hosts if host.here is None]
-        if not missing:
-            self._start()
-            return
-        trouble = self._logins.trouble() if self._logins is not None else None
-        if lost := [host.name for host in self._hosts if host.is_lost]:
-            trouble = f"{' and '.join(lost)} ended before the job started; the output above says why."
-        elif trouble is None and now - self._began > config.START_TIMEOUT.get():
-            trouble = (
-                f"{' and '.join(missing)} did not come within {config.START_TIMEOUT.get():g} s. Set "
-                f"{config.START_TIMEOUT.name} to wait longer."
-            )
-        if trouble:
+        if trouble := " ".join(filter(None, map(self._why_missing, self._hosts))):
             self._trouble = trouble
             self._end(signal.SIGTERM, 0.0)
-        came = {number: host.name for number, host in enumerate(self._hosts) if host.here is not None}
-        self._line.show(lambda: arrivals(came, len(self._hosts), " to be reached"))
+        elif all(host.here is not None for host in self._hosts):
+            self._start()
+        else:
+            came = {number: host.name for number, host in enumerate(self._hosts) if host.here is not None}
+            self._line.show(lambda: arrivals(came, len(self._hosts), " to be reached"))
+
+    def _why_missing(self, host: Host) -> str:
+        """Why a supervisor will not come, or not begin, "" while it may."""
+        if host.login is not None and (code := host.login.poll()) is not None:
+            how = silent_end(code) if code < 0 else f"ended with status {code}"
+            what = "the supervisor" if is_this_host(host.name) else "the login"
+            return f"{host.name}: {what} {how} before its ranks started; its output above says why."
+        if host.is_lost:
+            return f"{host.name}: the supervisor ended before its ranks started; its output above says why."
+        if host.here is None and time.monotonic() - host.since > config.START_TIMEOUT.get():
+            limit = config.START_TIMEOUT
+            return f"{host.name} did not come within {limit.get():g} s. Set {limit.name} to wait longer."
+        return ""
 
     def _start(self) -> None:
         self._line.remove()
@@ -251,11 +267,10 @@ class Coordinator:
             return f"no: --host {wanted} is none of the job's hosts: {', '.join(living.values())}"
         if sum(host.is_added for host in self._hosts) == MOST_ADDED:
             return f"no: --host {wanted} would be more than {MOST_ADDED} hosts that were added to the job"
-        host, index = Host(wanted, []), len(self._hosts)
-        answer = self._added_slots.add(number, {index: wanted})
+        answer = self._added_slots.add(number, {len(self._hosts): wanted})
         if answer.startswith("ok"):
-            self._hosts.append(host)
-            host.login = self._logins.start(self.port, self.key, wanted, index), time.monotonic()
+            self._hosts.append(Host(wanted, [], is_added=True))
+            self._log_in(self._hosts[-1])
         return answer
 
     def _expects(self, claim: Claim) -> bool:
@@ -300,6 +315,8 @@ class Coordinator:
             if not 0 <= port < 1 << 16:  # 0 without rank 0
                 raise ValueError(f"{port} is no port")
             host.here = {**body, "port": port}
+            if host.is_added and self._logins and (why := self._logins.problems(host.name, body.get("report"))):
+                self._drop(host, f"{host.name} cannot run ranks as it is: {' '.join(why)}")
         elif kind == "joined":
             self._added_slots.note_joined(read_ranks(body))
         elif kind == "members":
@@ -374,12 +391,14 @@ class Coordinator:
         """Let hosts take part that were added, and end those by which nobody can join any more."""
         if not any(host.is_added for host in self._hosts):
             return
-        waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
         with_members = [host for host in self._hosts if not host.is_over and (not host.is_added or host.members)]
+        waiting = [host for host in self._hosts if host.is_added and not host.is_over and not host.has_begun]
         for host in waiting:
-            if why := self._why_it_cannot_begin(host, bool(with_members)):
-                self._drop(host, why)
-        if with_members and any(map(self._may_begin, waiting)) and self._asked not in with_members:
+            why = self._why_missing(host)
+            if why or not with_members:
+                self._drop(host, why or f"{host.name} comes too late, since the other ranks have ended.")
+        has_come = any(host.here is not None and not host.is_over for host in waiting)
+        if with_members and has_come and self._asked not in with_members:
             self._asked = with_members[0]
             self._tell(self._asked, "join info?", None)
         if not with_members:
@@ -390,40 +409,19 @@ class Coordinator:
         """Let all hosts begin whose supervisors have come, with the join info of a host with members, if it has one."""
         self._asked = None
         for host in self._hosts:
-            if join_info and host.is_added and not host.has_begun and self._may_begin(host):
+            if join_info and host.is_added and host.here is not None and not host.is_over and not host.has_begun:
                 host.has_begun = True
                 told = {**(self._started or {}), "join info": join_info, "added": self._added_slots.told()}
                 self._tell(host, "start", told)
 
-    def _may_begin(self, host: Host) -> bool:
-        """Whether a host has come, and can run ranks."""
-        return not host.is_over and self._problems(host) == []
-
-    def _problems(self, host: Host) -> list[str] | None:
-        """Why a host cannot run ranks; None if that is not known yet."""
-        assert self._logins is not None
-        return None if host.here is None else self._logins.check.problems(host.name, host.here.get("report"))
-
-    def _why_it_cannot_begin(self, host: Host, has_members: bool) -> str:
-        """Why to go on without a host that was added and has not begun, "" if it may still begin."""
-        assert host.login is not None
-        process, since = host.login
-        if process.poll() is not None:
-            return "could not be reached, as the output above says"
-        if host.here is None and time.monotonic() - since > config.START_TIMEOUT.get():
-            return "did not come"
-        if problems := self._problems(host):
-            return f"cannot run ranks as it is: {' '.join(problems).rstrip('.')}"
-        return "" if has_members else "comes too late, since the other ranks have ended"
-
     def _drop(self, host: Host, why: str) -> None:
-        assert host.login is not None
+        """Go on without a host that was added, and has not begun."""
         self._tell(host, "end", int(signal.SIGTERM))
         host.is_lost = True
-        if host.login[0].poll() is None:
-            host.login[0].terminate()
+        if host.login is not None and host.login.poll() is None:
+            host.login.terminate()
         slots = self._added_slots.note_end(self._hosts.index(host), [])
-        self._notify(f"{host.name} {why}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
+        self._notify(f"{why.rstrip('.')}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
 
 
 class OwnHost:

@@ -75,7 +75,8 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         )
         logins = None
         if plan.hosts:
-            logins = Logins(job, described, processes, stack.enter_context(Relay(False, always=True)))
+            relay = stack.enter_context(Relay(False, always=True))
+            logins = Logins(job, described, processes, relay, plan.own_report)
         coordinator = Coordinator(
             hosts,
             processes,
@@ -87,12 +88,10 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
             logins=logins,
         )
         stack.enter_context(coordinator)
-        for index, (name, ranks_there) in enumerate(hosts):
-            if logins is not None and index != here:
-                logins.start(coordinator.port, coordinator.key, name, index, ranks_there)
-        if here is not None:
-            meeting = Meeting(described, in_memory=not plan.hosts)
-            Supervisor(described, coordinator.connect(here), processes, meeting).run()
+        link = None if here is None else coordinator.connect(here)
+        coordinator.log_in()
+        if link is not None:
+            Supervisor(described, link, processes, Meeting(described, in_memory=not plan.hosts)).run()
         status = _tell(coordinator.finish(), processes, notify)
         if logins is not None:
             logins.leave()

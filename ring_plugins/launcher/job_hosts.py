@@ -7,6 +7,7 @@ cut off from the others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,14 +81,15 @@ class Host:
         replaced: ranks of it whose places other processes have taken, with how often.
         added: ranks of it by which the job has grown.
         is_lost: whether the connection has ended before all was said.
-        login: of one that was added, so that the job has begun without it: the process that runs its supervisor, and
-            when that was started.
+        is_added: whether the job has begun without it.
+        login: the process that runs its supervisor, or the login there; None if that comes by itself.
+        since: when it became a host of the job.
         members, joiners: how many ranks such a host has now, and who waits there if it has none.
         has_begun: whether such a host has been told how to take part.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self.ranks = name, tuple(ranks)
+    def __init__(self, name: str, ranks: Sequence[int], is_added: bool = False) -> None:
+        self.name, self.ranks, self.is_added, self.since = name, tuple(ranks), is_added, time.monotonic()
         self.addresses: tuple[str, str] | None = None
         self.inbox: list[tuple[str, Any]] | None = None
         self.here: Mapping[str, Any] | None = None
@@ -95,13 +97,9 @@ class Host:
         self.why: str | None = None
         self.replaced: dict[int, int] = {}
         self.added: list[int] = []
-        self.login: tuple[Popen, float] | None = None
+        self.login: Popen | None = None
         self.members, self.joiners = 0, list[Any]()
         self.has_begun = self.is_lost = False
-
-    @property
-    def is_added(self) -> bool:
-        return self.login is not None
 
     @property
     def is_connected(self) -> bool:

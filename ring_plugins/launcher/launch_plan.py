@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
@@ -51,7 +51,6 @@ class Options:
     min_ranks: int | None = None
     max_ranks: int | None = None
     standbys: int = 0
-    check: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class LaunchPlan:
         replaces: whether another process takes its place.
         standbys: how many processes wait to do so.
         max_ranks: up to how many ranks the job may grow; 0 for no more than at the start.
+        own_report: of this host, with which hosts are compared that are added later; None to compare nothing.
     """
 
     job: JobSpec
@@ -82,6 +82,7 @@ class LaunchPlan:
     replaces: bool = False
     standbys: int = 0
     max_ranks: int = 0
+    own_report: Mapping[str, Any] | None = None
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -138,7 +139,6 @@ def make_plan(options: Options) -> LaunchPlan:
         tag_output=options.tag_output,
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
-        is_checked=options.check,
     )
     hosts_to_reach = tuple(part.host for part in job.shares)
     return LaunchPlan(

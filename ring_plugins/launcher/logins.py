@@ -10,15 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
-from ring_plugins.core.linux.process import silent_end
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
-from ring_plugins.launcher.preflight import LateCheck, login
+from ring_plugins.launcher.preflight import Report, differences, is_report, login, question_about
 from ring_plugins.launcher.processes import Popen, Processes
 
 #: Seconds that logins have to end after the job, and between two looks.
@@ -49,23 +49,22 @@ class Logins:
         described: what all supervisors have to know; each gets its own host's part.
         processes: end with the job, these among them.
         relay: passes on what they print.
-
-    Attributes:
-        check: of hosts that are added.
+        own: this host's report, with which those of added hosts are compared; None to compare nothing.
     """
 
-    def __init__(self, job: JobSpec, described: HostJob, processes: Processes, relay: Relay) -> None:
-        self._job, self._described, self._processes, self._relay = job, described, processes, relay
-        self._started: list[tuple[str, Popen]] = []
-        self.check = LateCheck(job)
+    def __init__(
+        self, job: JobSpec, described: HostJob, processes: Processes, relay: Relay, own: Report | None = None
+    ) -> None:
+        self._job, self._described, self._processes, self._relay, self._own = job, described, processes, relay, own
 
-    def start(self, port: int, key: str, host: str, index: int, ranks: Sequence[int] = ()) -> Popen:
-        """Start a host's supervisor; one without ranks is added to the job. Returns its process, or that of its login.
+    def start(self, port: int, key: str, host: str, index: int, ranks: Sequence[int], is_added: bool) -> Popen:
+        """Start a host's supervisor. Returns its process, or that of its login.
 
         Args:
             port, key: of the coordinator.
             host, index: its name and number.
             ranks: that it is to run.
+            is_added: whether the job has begun without it.
         """
         towards = "" if is_this_host(host) else address_towards(host.rpartition("@")[2])
         addresses = ["127.0.0.1"] if is_this_host(host) else [*filter(None, [towards]), *own_addresses()]
@@ -77,8 +76,8 @@ class Logins:
             index=index,
             hosts=max(self._described.hosts, index + 1),
             ranks=ranks,
-            is_added=not ranks,
-            question=None if ranks else self.check.question,
+            is_added=is_added,
+            question=question_about(self._job, None) if is_added and self._own is not None else None,
         )
         command = command_for(self._job, host)
         out, err = self._relay.files(index)
@@ -99,22 +98,23 @@ class Logins:
         finally:
             os.close(description)
         self._relay.start()
-        self._started.append((host, process))
-        if not ranks:
-            self.check.ask(host)
         return process
 
-    def trouble(self) -> str | None:
-        """Why a supervisor will not come, None while all may."""
-        for host, process in self._started:
-            if (code := process.poll()) is not None:
-                how = silent_end(code) if code < 0 else f"ended with status {code}"
-                what = "the supervisor" if is_this_host(host) else "the login"
-                return f"{host}: {what} {how} before the job started; its output above says why."
-        return None
+    def problems(self, host: str, report: Any) -> list[str]:
+        """Why an added host cannot run ranks, each reason with its remedy.
+
+        Args:
+            host: its name.
+            report: what its supervisor has told of it.
+        """
+        if self._own is None or is_this_host(host):  # whose supervisor may have another Python than the ranks
+            return []
+        if not is_report(report):
+            return ["has another release of ring_plugins: install it there from what it was installed from here."]
+        return differences(self._own, report)
 
     def leave(self) -> None:
         """Wait for their ends, after that of the job."""
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while any(process.poll() is None for _, process in self._started) and time.monotonic() < deadline:
+        while any(process.poll() is None for process in self._processes.helpers) and time.monotonic() < deadline:
             time.sleep(_TICK)

@@ -84,7 +84,6 @@ class JobSpec:
         tag_output: put its rank in front of every line.
         output_directory: write each rank's output to files in this directory instead of the terminal.
         options: further options for mpirun.
-        is_checked: whether hosts are compared with this one before they run ranks.
     """
 
     command: tuple[str, ...]
@@ -99,7 +98,6 @@ class JobSpec:
     tag_output: bool = False
     output_directory: str | None = None
     options: tuple[str, ...] = ()
-    is_checked: bool = True
 
 
 def locate() -> str | None:

@@ -48,7 +48,7 @@ _OTHER_CONNECTIONS = 64
 Report = Mapping[str, Any]
 
 
-def check_hosts(job: JobSpec, mpirun: Mpirun | None, hosts: Sequence[str]) -> dict[str, int]:
+def check_hosts(job: JobSpec, mpirun: Mpirun | None, hosts: Sequence[str]) -> tuple[Report, dict[str, int]]:
     """Ask every host.
 
     Args:
@@ -57,7 +57,7 @@ def check_hosts(job: JobSpec, mpirun: Mpirun | None, hosts: Sequence[str]) -> di
         hosts: their names.
 
     Returns:
-        The number of cores of each host.
+        This host's report, and the number of cores of each host.
 
     Raises:
         LaunchError: a host does not answer, or differs from this one; the text names each problem and its remedy.
@@ -78,7 +78,7 @@ def check_hosts(job: JobSpec, mpirun: Mpirun | None, hosts: Sequence[str]) -> di
             + "\n".join(lines)
             + "\n  Nothing was started. --no-check skips this check."
         )
-    return {host: answer["cores"] for host, answer in answers.items() if not isinstance(answer, str)}
+    return own, {host: answer["cores"] for host, answer in answers.items() if not isinstance(answer, str)}
 
 
 @contextlib.contextmanager
@@ -149,52 +149,6 @@ def differences(own: Report, other: Report | str) -> list[str]:
     return found
 
 
-class LateCheck:
-    """Compares hosts that are added to a job with this one, which answers in a thread: nobody may wait for it.
-
-    Args:
-        job: the job; nothing is compared if its first hosts were not.
-
-    Attributes:
-        question: for `probe.report` on such a host, None if it is not asked.
-    """
-
-    def __init__(self, job: JobSpec) -> None:
-        self.question = question_about(job, None) if job.is_checked else None
-        self._job, self._own, self._here = job, list[Report | str](), set[str]()
-        self._thread: HelperThread | None = None
-
-    def ask(self, host: str) -> None:
-        """Ask this host, if that has not been done, since a host is added, which may be this one."""
-        if is_this_host(host):
-            self._here.add(host)
-        elif self.question is not None and self._thread is None:
-            self._thread = HelperThread(self._ask_this_host, "ring:preflight")
-            self._thread.start()
-
-    def _ask_this_host(self) -> None:
-        try:
-            self._own.append(_ask(None, self._job, None, None, ""))
-        except Exception as error:
-            self._own.append(repr(error))  # without an answer, added hosts would wait for it
-            raise
-
-    def problems(self, host: str, report: Any) -> list[str] | None:
-        """Why a host cannot run ranks, each reason with its remedy; None if that is not known yet.
-
-        Args:
-            host: its name.
-            report: what `probe.report` has returned there; None if there is none.
-        """
-        if self.question is None or host in self._here:  # whose supervisor may have another Python than the ranks
-            return []
-        if not _is_report(report):
-            return ["has another release of ring_plugins: install it there from what it was installed from here."]
-        if not self._own:
-            return None
-        return [] if isinstance(self._own[0], str) else differences(self._own[0], report)
-
-
 def question_about(job: JobSpec, mpirun: Mpirun | None) -> dict[str, Any]:
     """What to ask a host before it runs ranks of a job, as probe.py takes it; without a listener to reach."""
     program, *arguments = job.command
@@ -259,13 +213,14 @@ def read_report(printed: str) -> Report | None:
         if line.startswith("ring probe: "):
             with contextlib.suppress(ValueError, RecursionError):
                 report = json.loads(line.removeprefix("ring probe: "))
-                if _is_report(report):
+                if is_report(report):
                     found: Report = report
                     return found
     return None
 
 
-def _is_report(found: Any) -> bool:
+def is_report(found: Any) -> bool:
+    """Whether this is what `probe.report` returns."""
     if not isinstance(found, dict) or not all(key in found and isinstance(found[key], of) for key, of in _KEYS.items()):
         return False
     return all(isinstance(text, str) for text in [*found["missing"], *found["packages"].values()])

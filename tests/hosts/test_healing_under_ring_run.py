@@ -200,4 +200,4 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(cluster):
     command = [RING, "run", "-H", "host1:1,nowhere:1", "--no-check", "--on-failure", "continue", sys.executable]
     result = cluster.start(command, ENDLESS, 2).run(60, check=False)
     assert result.returncode == 1 and not result.reports
-    assert re.search(r"nowhere: the login ended with status 255 before the job started", result.output), result
+    assert re.search(r"nowhere: the login ended with status 255 before its ranks started", result.output), result

@@ -1,7 +1,6 @@
 """Coordinators of a job on two hosts, whose supervisors tests play."""
 
 import threading
-from types import SimpleNamespace
 
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob
@@ -12,15 +11,11 @@ class Logins:
     """Starts nothing, but knows which hosts were to be started."""
 
     def __init__(self, code=None, problems=lambda host, report: []):
-        self.code, self.started, self.ended = code, [], 0
-        self.check = SimpleNamespace(problems=problems)
+        self.code, self.problems, self.started, self.ended = code, problems, [], 0
 
-    def start(self, port, key, host, index):
+    def start(self, port, key, host, index, ranks, is_added):
         self.started.append((host, index))
         return self
-
-    def trouble(self):
-        return None
 
     def poll(self):
         return self.code

@@ -79,6 +79,12 @@ def test_added_ranks_whose_host_is_lost_join_on_another_one():
     assert polled.told[1:] == ["rank 5 will join on host1, since me@host2 has no ranks any more."]
 
 
+NOWHERE = (
+    "nowhere: the login ended with status 255 before its ranks started; its output above says why; "
+    "rank 5 will not join."
+)
+
+
 def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who_waits_there():
     def next_of(link, kind):
         for _ in range(400):
@@ -110,19 +116,16 @@ def test_a_host_that_is_added_gets_the_join_info_of_another_one_and_all_hear_who
         assert next_of(links[1], "joiners") == []
         logins.code = 255
         assert found.add_ranks(1, "nowhere").startswith("ok: rank 5 on nowhere")
-        while "nowhere could not be reached, as the output above says; rank 5 will not join." not in polled.told:
+        while NOWHERE not in polled.told:
             threading.Event().wait(0.01)
         assert found._added_slots.told()["in use"] == 5
 
 
 def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
-    known = []
-    logins = Logins(
-        problems=lambda host, report: [f"torch {report}, but 2.13 on a: pip install it."] if known else None
-    )
+    logins = Logins(problems=lambda host, report: [f"torch {report}, but 2.13 on a: pip install it."])
     with Polled(most=6, logins=logins) as polled:
         found = polled.coordinator
-        member, added = Link(job(found, 0)), None
+        member = Link(job(found, 0))
         member.send("here", {"host": "a", "port": 1})
         while not found._hosts[0].here:
             threading.Event().wait(0.01)
@@ -130,11 +133,6 @@ def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
         found.add_ranks(1, "host3")
         added = Link(job(found, 2))
         added.send("here", {"host": "c", "port": 0, "report": "2.5"})
-        while not found._hosts[2].here:
-            threading.Event().wait(0.01)
-        found._begin_on_added_hosts({"address": "10.1.0.1"})  # it is not known yet whether it may
-        assert not found._hosts[2].has_begun and not found._hosts[2].is_over
-        known.append(1)
         while not polled.told:
             threading.Event().wait(0.01)
         assert logins.ended == 1 and polled.told == [
@@ -144,6 +142,24 @@ def test_a_host_that_is_added_with_other_versions_runs_no_ranks():
         while "end" not in heard:
             heard += [kind for kind, _ in added.read()]
         assert "start" not in heard
+
+
+@pytest.mark.parametrize("lost", ["login", "supervisor", "time"])
+def test_a_job_does_not_begin_without_a_supervisor(monkeypatch, lost):
+    monkeypatch.setenv("RING_START_TIMEOUT", "0.001" if lost == "time" else "60")
+    logins = Logins(code=255 if lost == "login" else None)
+    with coordinator(logins=logins) as of:
+        of.log_in()
+        assert logins.started == [("host1", 0), ("me@host2", 1)]
+        of._hosts[0].here, of._hosts[1].is_lost = {}, lost == "supervisor"
+        threading.Event().wait(0.01)
+        status, why = of.finish()
+    expected = {
+        "login": "host1: the login ended with status 255 before its ranks started; its output above says why.",
+        "supervisor": "me@host2: the supervisor ended before its ranks started; its output above says why.",
+        "time": "me@host2 did not come within 0.001 s. Set RING_START_TIMEOUT to wait longer.",
+    }
+    assert status == 1 and expected[lost] in why
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -1,13 +1,15 @@
-"""The command that starts the supervisor of another host, and how its end is noticed."""
+"""The command that starts the supervisor of another host, what that gets, and how a host is compared."""
 
-import os
+import json
 import sys
 
+from ring_plugins.launcher import probe
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.logins import Logins, command_for
 from ring_plugins.launcher.mpirun import JobSpec
 from ring_plugins.launcher.output import Relay
+from ring_plugins.launcher.preflight import question_about
 from ring_plugins.launcher.processes import Processes
 
 
@@ -22,7 +24,7 @@ def test_secrets_do_not_stand_on_command_lines(monkeypatch):
     assert all("ring_plugins.launcher.host" in command[-1] for command in (local, remote))
 
 
-def test_a_login_that_ends_before_the_job_starts_is_named_and_gets_the_job_on_its_standard_input(tmp_path):
+def test_a_login_gets_the_job_on_its_standard_input(tmp_path):
     login = tmp_path / "login"
     login.write_text(f"#!/bin/sh\ncat > {tmp_path}/job; exit 255\n")
     login.chmod(0o755)
@@ -30,12 +32,22 @@ def test_a_login_that_ends_before_the_job_starts_is_named_and_gets_the_job_on_it
     job = HostJob([], 0, "", 0, 1, [], 2, ["x"])
     with Relay(False) as relay, Processes() as processes:
         logins = Logins(spec, job, processes, relay)
-        assert logins.trouble() is None
-        logins.start(29, "key", "me@far", 1, [2, 3]).wait()
+        assert logins.start(29, "key", "me@far", 1, [2, 3], is_added=False).wait() == 255
         found = HostJob.unpack((tmp_path / "job").read_bytes())
         assert (found.port, found.key, found.index, found.hosts, found.ranks) == (29, "key", 1, 2, [2, 3])
-        assert logins.trouble() == (
-            "me@far: the login ended with status 255 before the job started; its output above says why."
-        )
+        assert not found.is_added and found.question is None
         logins.leave()
-    assert os.path.exists(tmp_path / "job")
+
+
+def test_a_host_that_is_added_later_is_compared_with_this_one():
+    spec = JobSpec((sys.executable, __file__), 2)
+    report = json.loads(json.dumps(probe.report(question_about(spec, None))))
+    added = Logins(spec, None, None, None, report)
+    assert added.problems("host3", report) == []
+    other = {**report, "packages": {**report["packages"], "numpy": "1.0"}}
+    assert "numpy 1.0, but" in added.problems("host3", other)[0]
+    assert "copy of the script differs" in added.problems("host3", {**report, "program": "other"})[0]
+    assert "another release of ring_plugins" in added.problems("host3", None)[0]
+    # where `ring` may be installed apart from the Python of the ranks
+    assert added.problems("localhost", {**report, "python": "2.7.18"}) == []
+    assert Logins(spec, None, None, None).problems("host3", None) == []  # --no-check

@@ -1,17 +1,14 @@
 """What the pre-flight check says about hosts that do not answer or differ; the hosts are this one."""
 
 import contextlib
-import json
 import socket
 import sys
-import time
-from dataclasses import replace
 
 import pytest
 
-from ring_plugins.launcher import preflight, probe
+from ring_plugins.launcher import preflight
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
-from ring_plugins.launcher.preflight import LateCheck, differences, explain
+from ring_plugins.launcher.preflight import differences, explain
 from tests.launch import REPOSITORY
 
 OWN = {
@@ -46,39 +43,6 @@ def test_differences_that_matter_come_with_a_remedy(change, expected):
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
         assert part in text
-
-
-def test_a_host_that_is_added_later_is_compared_with_this_one():
-    job = JobSpec((sys.executable, __file__), 2)
-    added = LateCheck(job)
-    report = json.loads(json.dumps(probe.report(added.question)))
-    assert added.problems("host3", report) is None  # this host has yet to answer
-    added.ask("host3")
-    while (same := added.problems("host3", report)) is None:
-        time.sleep(0.01)
-    assert same == []
-    assert (
-        "numpy 1.0, but" in added.problems("host3", {**report, "packages": {**report["packages"], "numpy": "1.0"}})[0]
-    )
-    assert "copy of the script differs" in added.problems("host3", {**report, "program": "other"})[0]
-    assert "another release of ring_plugins" in added.problems("host3", None)[0]
-    added.ask("localhost")  # where `ring` may be installed apart from the Python of the ranks
-    assert added.problems("localhost", {**report, "python": "2.7.18"}) == []
-    unchecked = LateCheck(replace(job, is_checked=False))
-    assert unchecked.question is None and unchecked.problems("host3", None) == []
-
-
-def test_a_host_is_added_though_this_one_could_not_be_asked(monkeypatch):
-    def fail(*_):
-        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-
-    monkeypatch.setattr(preflight, "_ask", fail)
-    added = LateCheck(JobSpec((sys.executable, __file__), 2))
-    added.ask("host3")
-    report = probe.report(added.question)
-    while (problems := added.problems("host3", report)) is None:
-        time.sleep(0.01)
-    assert problems == []
 
 
 def test_a_host_without_an_answer_differs_by_its_reason():
