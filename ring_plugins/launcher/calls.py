@@ -219,16 +219,11 @@ class Driver:
             connection.host, connection.has_introduced_itself = quoted(event.decode(errors="replace"), 64), True
             return None
         connection.has_reported = True
-        if isinstance(event, bytes):
-            return self._outcome(rank, connection.host, event)
-        if connection.process is not None:
-            return Outcome(rank, failure=connection.process.failure())
-        ended = Failure(connection.host, "its process or the task around it was ended", is_loss=True)
-        return Outcome(rank, failure=ended)
-
-    def _outcome(self, rank: int, host: str, message: bytes) -> Outcome:
+        if not isinstance(event, bytes):
+            ended = Failure(connection.host, "its process or the task around it was ended", is_loss=True)
+            return Outcome(rank, failure=ended if connection.process is None else connection.process.failure())
         try:
-            outcome = pickle.loads(message)
+            outcome = pickle.loads(event)
             is_new = rank >= self._ranks
             if isinstance(outcome, Outcome) and (outcome.rank < self._ranks if is_new else outcome.rank == rank):
                 return outcome
@@ -236,7 +231,7 @@ class Driver:
         except Exception as error:  # an object's own hooks may raise anything
             why = error
         text = f"its outcome cannot be read ({why}); is the same ring_plugins installed there?"
-        return Outcome(rank, failure=Failure(host, text))
+        return Outcome(rank, failure=Failure(connection.host, text))
 
     def _expects(self, claim: Claim) -> bool:
         """Reject a second process of the same rank, such as a task that the cluster has restarted."""

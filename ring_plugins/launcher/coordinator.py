@@ -254,7 +254,12 @@ class Coordinator:
             wanted: name of the host on which they are to run, None for any.
         """
         living = {index: host.name for index, host in enumerate(self._hosts) if not host.is_over}
-        chosen = {index: name for index, name in living.items() if wanted is None or _is_same_host(name, wanted)}
+        chosen = {
+            index: name
+            for index, name in living.items()
+            if wanted in (None, name, name.rpartition("@")[2])
+            or (wanted and is_this_host(name) and is_this_host(wanted))
+        }
         if self._started is None:
             return "no: the job has not begun yet"
         if not living:
@@ -444,8 +449,3 @@ class OwnHost:
         self._coordinator.tick()
         found, self._host.inbox = self._host.inbox or [], []
         return found
-
-
-def _is_same_host(name: str, wanted: str) -> bool:
-    """Whether a user's name for a host is that of the one which the job calls so."""
-    return wanted in (name, name.rpartition("@")[2]) or (is_this_host(name) and is_this_host(wanted))

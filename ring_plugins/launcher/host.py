@@ -31,7 +31,7 @@ from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
 from ring_plugins.launcher.coordinator import OwnHost
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.job_hosts import FAILED, OUT, End, Host, verdict
+from ring_plugins.launcher.job_hosts import FAILED, OUT, Host, verdict
 from ring_plugins.launcher.meeting import Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
@@ -135,10 +135,9 @@ class Supervisor:
             self._link.send("ended", {"ranks": ends, "why": why, "replaced": replaced, "added": self._slots.added})
             if not self._is_over:
                 self._status = self._wait_for("over")
-        return self._own_status(ends, why) if self._status is None else self._status
-
-    def _own_status(self, ends: list[End], why: str | None) -> int:
-        """What the ranks of this host alone make of the job's exit status."""
+        if self._status is not None:
+            return self._status
+        # What the ranks of this host alone make of it.
         if self._processes.ending is not None:
             return 128 + self._processes.ending
         own = Host("", self._job.ranks)

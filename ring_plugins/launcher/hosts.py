@@ -111,10 +111,8 @@ def is_this_host(name: str) -> bool:
     """Whether a name or address, with or without `user@`, is that of the host this process runs on."""
     name = name.rpartition("@")[2]
     own = socket.gethostname()
-    return name in (own, own.split(".")[0], "localhost") or name.startswith("127.") or _resolves_to_this_host(name)
-
-
-def _resolves_to_this_host(name: str) -> bool:
+    if name in (own, own.split(".")[0], "localhost") or name.startswith("127."):
+        return True
     try:
         address = socket.gethostbyname(name)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -16,7 +16,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
-from ring_plugins.launcher.hosts import Host, allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
+from ring_plugins.launcher.hosts import allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 
 BINDINGS = ("none", "core", "numa", "socket")
@@ -94,7 +94,8 @@ def make_plan(options: Options) -> LaunchPlan:
     """
     _check(options)
     allocation = allocated_hosts() if not options.hosts and not options.hostfile else []
-    hosts = _named_hosts(options) or allocation
+    named = parse_hosts(options.hosts) if options.hosts else []
+    hosts = named or (read_hostfile(options.hostfile) if options.hostfile else allocation)
     available = cores()
     ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
@@ -281,12 +282,6 @@ def _check_that_losses_can_be_tolerated(options: Options, ranks: int, is_local: 
         )
     if ranks == 1 and most is not None and most > 1:
         raise ArgumentError(f"--max-ranks {most}: a job of one rank cannot grow. Start it with -n 2 or more.")
-
-
-def _named_hosts(options: Options) -> Sequence[Host]:
-    if options.hosts:
-        return parse_hosts(options.hosts)
-    return read_hostfile(options.hostfile) if options.hostfile else []
 
 
 def _choose_mpirun(options: Options, is_local: bool) -> tuple[Mpirun | None, str]:

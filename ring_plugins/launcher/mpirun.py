@@ -163,7 +163,8 @@ def resolve_program(command: Sequence[str]) -> tuple[str, ...]:
         LaunchError: there is no such program, or it is a Python that reads its script from standard input.
     """
     program, *arguments = command
-    if _reads_its_script_from_standard_input(program, arguments):
+    options = itertools.takewhile(lambda word: word.startswith("-") and word[:2] not in ("-c", "-m"), arguments)
+    if Path(program).name.startswith("python") and (not arguments or "-" in options):
         raise LaunchError(
             f"{shlex.join(command)!r} reads its script from standard input, which reaches one rank at most, and the "
             "job would wait for the others for ever: save the script as a file, and name that."
@@ -177,12 +178,6 @@ def resolve_program(command: Sequence[str]) -> tuple[str, ...]:
     raise LaunchError(
         f"there is no program {program!r} here; the words after the options are the command of each rank."
     )
-
-
-def _reads_its_script_from_standard_input(program: str, arguments: Sequence[str]) -> bool:
-    """Whether a command is `python` or `python -`, perhaps with options before the dash."""
-    options = itertools.takewhile(lambda word: word.startswith("-") and word[:2] not in ("-c", "-m"), arguments)
-    return Path(program).name.startswith("python") and (not arguments or "-" in options)
 
 
 def command_line(mpirun: Mpirun, job: JobSpec) -> list[str]:
@@ -210,20 +205,15 @@ def _open_mpi_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         # The daemons notice a lost network a second after the ranks, whose error says more.
         for parameter, seconds in {"time": 1, "intvl": 1, "probes": round(config.NETWORK_TIMEOUT.get()) + 1}.items():
             line += [daemons, f"oob_tcp_keepalive_{parameter}", str(seconds)]
-    line += _open_mpi_output(job, prrte)
+    if prrte:
+        words = ["tag"] * job.tag_output + ([f"dir={job.output_directory}"] if job.output_directory else [])
+        line += ["--output", ",".join(words)] if words else []
+    else:
+        line += ["--tag-output"] if job.tag_output else []
+        line += ["--output-filename", job.output_directory] if job.output_directory else []
     for name, value in job.environment.items():
         line += ["-x", name if value is None else f"{name}={value}"]
     return [*line, *job.options, *job.command]
-
-
-def _open_mpi_output(job: JobSpec, prrte: bool) -> list[str]:
-    if not prrte:
-        line = ["--tag-output"] if job.tag_output else []
-        return [*line, "--output-filename", job.output_directory] if job.output_directory else line
-    words = ["tag"] if job.tag_output else []
-    if job.output_directory:
-        words.append(f"dir={job.output_directory}")
-    return ["--output", ",".join(words)] if words else []
 
 
 def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
@@ -237,7 +227,11 @@ def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         line += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
     if job.interface and not set("/,") & set(job.interface):  # Hydra takes the name of one interface, no subnet
         line += ["-iface", job.interface]
-    line += _intel_binding(job.bind) if intel else ["-bind-to", job.bind]
+    if intel:
+        pins = [] if job.bind == "none" else ["-genv", "I_MPI_PIN_DOMAIN", job.bind]
+        line += ["-genv", "I_MPI_PIN", "on" if pins else "off", *pins]
+    else:
+        line += ["-bind-to", job.bind]
     if job.tag_output:
         line += ["-prepend-rank"]
     if job.output_directory:
@@ -257,9 +251,3 @@ def _hydra_command(mpirun: Mpirun, job: JobSpec) -> list[str]:
         line += [":"] if number else []
         line += ["-host", share.host, "-n", str(share.ranks), *job.command]
     return line
-
-
-def _intel_binding(bind: str) -> list[str]:
-    if bind == "none":
-        return ["-genv", "I_MPI_PIN", "off"]
-    return ["-genv", "I_MPI_PIN", "on", "-genv", "I_MPI_PIN_DOMAIN", bind]

@@ -105,28 +105,22 @@ def pack(what: str, value: Any) -> bytes:
     Raises:
         ArgumentError: the value cannot be pickled.
     """
+    remedy = ""
     try:
-        import cloudpickle
+        from cloudpickle import dumps
     except ImportError:
-        return _pack_by_name(what, value)
+        dumps = pickle.dumps
+        remedy = ": pip install cloudpickle, or move the function to the top level of a module that can be imported"
+        parts = value if isinstance(value, tuple) else (value,)
+        if any(getattr(part, "__module__", None) == "__main__" for part in parts):
+            raise ArgumentError(
+                f"{what} is defined in the script or notebook itself, which another process cannot import{remedy}."
+            ) from None
     try:
-        packed: bytes = cloudpickle.dumps(value)
+        packed: bytes = dumps(value)
     except Exception as error:  # an object's own hooks may raise anything
-        raise ArgumentError(f"{what} cannot be sent to another process: {error}.") from error
+        raise ArgumentError(f"{what} cannot be sent to another process ({error}){remedy}.") from error
     return packed
-
-
-def _pack_by_name(what: str, value: Any) -> bytes:
-    parts = value if isinstance(value, tuple) else (value,)
-    remedy = "pip install cloudpickle, or move the function to the top level of a module that can be imported"
-    if any(getattr(part, "__module__", None) == "__main__" for part in parts):
-        raise ArgumentError(
-            f"{what} is defined in the script or notebook itself, which another process cannot import: {remedy}."
-        )
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise ArgumentError(f"{what} cannot be sent to another process ({error}): {remedy}.") from error
 
 
 def check_options(number: str, ranks: Any, timeout: Any, env: Mapping[str, str] | None) -> None:

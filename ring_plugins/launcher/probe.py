@@ -21,28 +21,6 @@ import socket
 from typing import Any
 
 
-def versions(names: list[str]) -> dict[str, str]:
-    """Package name to version, for the packages that are installed."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def own_package() -> tuple[str | None, str, int]:
-    """Version of ring_plugins, why it cannot be imported, and the number of cores, which ring_plugins counts.
-
-    The imported version counts: with PYTHONPATH it may differ from the installed one.
-    """
-    try:
-        import ring_plugins
-        from ring_plugins.core.linux.process import cores
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}", 0
-    return ring_plugins.__version__, "", cores()
-
-
 def digest(path: str | None) -> str | None:
     """SHA-256 of a file, None if there is no such file."""
     if path is None or not os.path.isfile(path):
@@ -70,14 +48,25 @@ def reaches(listener: list[str] | None) -> bool:
 
 def report(question: dict[str, Any]) -> dict[str, Any]:
     """The report that a question asks for; JSON can hold it."""
-    version, trouble, cores = own_package()
+    packages, cores, trouble = dict[str, str](), 0, ""
+    for name in question["packages"]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    try:
+        import ring_plugins
+        from ring_plugins.core.linux.process import cores as own_cores
+
+        # The imported version counts: with PYTHONPATH it may differ from the installed one.
+        version, cores = ring_plugins.__version__, own_cores()
+    except Exception as error:
+        version, trouble = None, f"{type(error).__name__}: {error}"
     return {
         "name": socket.gethostname(),
         "python": platform.python_version(),
         "cores": cores,
         "ring_plugins": version,
         "trouble": trouble,
-        "packages": versions(question["packages"]),
+        "packages": packages,
         "missing": [path for path in question["paths"] if not os.path.exists(path)],
         "program": digest(question["program"]),
         "reaches": reaches(question["listener"]),

@@ -30,7 +30,12 @@ from ring_plugins.launcher.job_hosts import FAILED, End
 from ring_plugins.launcher.processes import Popen
 
 #: How often a slot is filled again within an hour, and how many standbys may end unused; the seconds of an hour.
-MOST, HOUR = 5, 3600.0
+MOST, _HOUR = 5, 3600.0
+
+
+def recent(times: Sequence[float]) -> int:
+    """How many of these, as `time.monotonic` tells them, lie within the last hour."""
+    return sum(time.monotonic() - since < _HOUR for since in times)
 
 
 class _Standby(NamedTuple):
@@ -278,16 +283,16 @@ class SlotProcesses:
 
     def _fill(self, number: int) -> bool:
         """Let a process have a slot that nobody has any more, or yet; returns whether one has."""
-        slot, is_added, now = self._slots[number], self._is_added(number), time.monotonic()
+        slot, is_added = self._slots[number], self._is_added(number)
         name = f"rank {slot.name}"
         if slot.process is not None and self._rows.is_hopeless(number):
             what = f"no process can {'become' if is_added else 'take the place of'} {name}"
             return self._give_up(number, f"{what}, as the error above says")
         if slot.process is not None and not self._has_joined(number):
             self._rows.clear(number)  # it may have waited
-        if len(lately := [since for since in slot.times if now - since < HOUR]) >= MOST:
+        if (lately := recent(slot.times)) >= MOST:
             how = "was started" if is_added else "was replaced"
-            return self._give_up(number, f"{name} {how} {len(lately)} times within an hour")
+            return self._give_up(number, f"{name} {how} {lately} times within an hour")
         self._rows.clear(number)
         if (standby := self._take_standby()) is not None:
             slot.world_rank = standby.world_rank
@@ -307,7 +312,7 @@ class SlotProcesses:
                 if slot.process is None:
                     self._close(number)
                     return False
-        slot.times.append(now)
+        slot.times.append(time.monotonic())
         return True
 
     def _unused(self, number: int) -> int | None:
@@ -359,9 +364,8 @@ class SlotProcesses:
                 self._note_unused_end(f"a standby process could not be started: {error}")
 
     def _note_unused_end(self, what: str) -> None:
-        now = time.monotonic()
-        self._unused_ends = [*(since for since in self._unused_ends if now - since < HOUR), now]
-        if len(self._unused_ends) >= MOST:
+        self._unused_ends.append(time.monotonic())
+        if recent(self._unused_ends) >= MOST:
             self._num_standbys = 0
             what = f"{what}, the {MOST}th within an hour; no more are started"
         self._notify(f"{what}.")

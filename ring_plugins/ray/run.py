@@ -15,7 +15,6 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, SharedMemoryError
 from ring_plugins.core.base.install import pip_command
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.base.member import Topology
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import reserve_port
@@ -36,7 +35,7 @@ from ring_plugins.launcher.outcomes import (
     pack_call,
     results,
 )
-from ring_plugins.launcher.restart import HOUR, MOST
+from ring_plugins.launcher.restart import MOST, recent
 
 T = TypeVar("T")
 #: Seconds between two looks at what Ray has started.
@@ -104,8 +103,12 @@ def run(
         ray.init()
     ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
     policy.check_size(ranks)
-    with _RankActors(ray, ranks, needs, placement, dict(env or {}), policy, start_timeout) as actors:
+    actors = _RankActors(ray, ranks, needs, placement, dict(env or {}), policy)
+    try:
+        actors.start(start_timeout)
         return results(actors.outcomes(packed, timeout), ranks if policy.recovers else 0)
+    finally:
+        actors.end()
 
 
 def _max_ranks(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
@@ -160,7 +163,13 @@ class _RankActor:
             ranks: number of them.
             others: where actors have it already; none if this one is to make it.
         """
-        self._segment = _open_any(others) if others else Segment.create(SharedMemoryRendezvous.nbytes(ranks))
+        if not others:
+            self._segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
+        for number, address in enumerate(others, 1):
+            # Some of them may have ended.
+            with contextlib.suppress(*[SharedMemoryError] * (number < len(others))):
+                self._segment = Segment.open(address, 0)
+                break
         return self._segment.address
 
     def call(self, packed: bytes, rank: int, environment: Mapping[str, str], size: int = 0, joins: int = 0) -> Outcome:
@@ -186,14 +195,6 @@ class _RankActor:
         return call(packed, rank)
 
 
-def _open_any(addresses: Sequence[Address]) -> Segment:
-    """Map a segment of which several processes have the file; some of them may have ended."""
-    for address in addresses[:-1]:
-        with contextlib.suppress(SharedMemoryError):
-            return Segment.open(address, 0)
-    return Segment.open(addresses[-1], 0)
-
-
 class _Call(NamedTuple):
     """A call of which an actor is to return the outcome.
 
@@ -210,7 +211,7 @@ class _Call(NamedTuple):
 
 
 class _RankActors:
-    """The actors of one call, in their own placement group. Leaving the context removes both."""
+    """The actors of one call, in their own placement group; `end` removes both."""
 
     def __init__(
         self,
@@ -220,73 +221,70 @@ class _RankActors:
         placement: str,
         variables: dict[str, str],
         policy: FailurePolicy,
-        start_timeout: float,
     ) -> None:
         from ray.util import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._policy = ray, policy
+        self._ray, self._ranks, self._needs, self._placement, self._policy = ray, ranks, needs, placement, policy
+        self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
+        self._options = {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs.get("GPU", 0),
+            "resources": {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")},
+            "max_restarts": 0,
+            # With its own runtime environment an actor cannot use a process that Ray has started ahead.
+            "runtime_env": {"env_vars": variables} if variables else None,
+        }
         self._actors: list[Any] = []
         self._replacements: list[list[float]] = [[] for _ in range(ranks)]
         self._slots: list[Address] = []
         self._number, self._ends_soon = ranks, False
-        self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
-        try:
-            room = f"waiting for Ray to make room for {ranks} ranks of {_describe(needs)} each"
-            if not _wait_for(self._group.wait, lambda: room, start_timeout):
-                raise LaunchError(
-                    f"after {start_timeout:g} s Ray has no room for {ranks} ranks of {_describe(needs)} each, placed "
-                    f"{placement}: the cluster has {_describe(ray.cluster_resources())}, of which "
-                    f"{_describe(ray.available_resources())} are free. Start fewer ranks, or add nodes."
-                )
-            others = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
 
-            def start(number: int) -> Any:
-                """Start the actor of a bundle of the placement group."""
-                options = {
-                    "num_cpus": needs["CPU"],
-                    "num_gpus": needs.get("GPU", 0),
-                    "resources": others,
-                    "max_restarts": 0,
-                    # With its own runtime environment an actor cannot use a process that Ray has started ahead.
-                    "runtime_env": {"env_vars": variables} if variables else None,
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=number
-                    ),
-                }
-                return ray.remote(_RankActor).options(**options).remote()
+    def _start(self, number: int) -> Any:
+        """Start the actor of a bundle of the placement group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            self._start = start
-            self._actors += map(start, range(ranks))
-            asked = [actor.location.remote() for actor in self._actors]
-            came: list[Any] = []
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        return self._ray.remote(_RankActor).options(scheduling_strategy=where, **self._options).remote()
 
-            def have_started(seconds: float) -> bool:
-                came[:] = ray.wait(asked, num_returns=ranks, timeout=seconds)[0]
-                return len(came) == ranks
+    def start(self, seconds: float) -> None:
+        """Start all actors, and assign their ranks.
 
-            if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {ranks} ranks", start_timeout):
-                raise LaunchError(
-                    f"after {start_timeout:g} s Ray has started {len(came)} of {ranks} ranks, although it has room: `"
-                    "ray list actors` shows the others' state. Give it longer with start_timeout."
-                )
-            locations = ray.get(asked)
-            if policy.replaces:
-                self._share_slots([host for host, _, _ in locations])
-        except BaseException:
-            self._end()
-            raise
+        Args:
+            seconds: to wait until Ray has room for all, and then until all run.
+
+        Raises:
+            LaunchError: it does not, or they do not.
+            ArgumentError: lost ones are to be replaced, and they are on several hosts.
+        """
+        ray, ranks, each = self._ray, self._ranks, _describe(self._needs)
+        room = f"waiting for Ray to make room for {ranks} ranks of {each} each"
+        if not _wait_for(self._group.wait, lambda: room, seconds):
+            raise LaunchError(
+                f"after {seconds:g} s Ray has no room for {ranks} ranks of {each} each, placed {self._placement}: "
+                f"the cluster has {_describe(ray.cluster_resources())}, of which "
+                f"{_describe(ray.available_resources())} are free. Start fewer ranks, or add nodes."
+            )
+        self._actors += map(self._start, range(ranks))
+        asked = [actor.location.remote() for actor in self._actors]
+        came: list[Any] = []
+
+        def have_started(seconds: float) -> bool:
+            came[:] = ray.wait(asked, num_returns=ranks, timeout=seconds)[0]
+            return len(came) == ranks
+
+        if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {ranks} ranks", seconds):
+            raise LaunchError(
+                f"after {seconds:g} s Ray has started {len(came)} of {ranks} ranks, although it has room: `ray list "
+                "actors` shows the others' state. Give it longer with start_timeout."
+            )
+        locations = ray.get(asked)
         self._hosts = [host for host, _, _ in locations]
+        if self._policy.replaces:
+            self._share_slots(self._hosts)
         self._assignments = assign_ranks(self._hosts)
         first = next(process for process, assignment in enumerate(self._assignments) if assignment.rank == 0)
         # It travels as an argument of a call; Ray shows runtime environments, such as `env`, to everyone.
         self._rendezvous = (*locations[first][1:], secrets.token_hex(32))
-
-    def __enter__(self) -> _RankActors:  # noqa: PYI034 - typing.Self needs Python 3.11
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def _share_slots(self, hosts: Sequence[str]) -> None:
         """Let all actors map the memory in which processes that take the places of lost ones find the others.
@@ -300,20 +298,19 @@ class _RankActors:
                 f'{", ".join(sorted(set(hosts)))}: pass placement="STRICT_PACK", or on_failure="continue".'
             )
         first, *others = self._actors
-        address = self._ray.get(first.share_slots.remote(len(self._actors), []))
-        self._slots = [
-            address,
-            *self._ray.get([actor.share_slots.remote(len(self._actors), [address]) for actor in others]),
-        ]
+        address = self._ray.get(first.share_slots.remote(self._ranks, []))
+        shared = [actor.share_slots.remote(self._ranks, [address]) for actor in others]
+        self._slots = [address, *self._ray.get(shared)]
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Run the call on every rank and collect the outcomes, in the order of their arrival."""
         ray, waiting = self._ray, dict[Any, _Call]()
         for process, (actor, assignment) in enumerate(zip(self._actors, self._assignments, strict=True)):
-            rank, environment = assignment.rank, self._environment(assignment)
-            size = len(self._actors) if self._policy.replaces else 0
-            reference = actor.call.remote(packed, rank, environment, size)
-            waiting[reference] = _Call(rank, self._hosts[process], process)
+            # They find each other in shared memory, or over the network.
+            size = self._ranks if self._policy.replaces else 0
+            variables = {} if size else rank_environment(assignment, *self._rendezvous)
+            reference = actor.call.remote(packed, assignment.rank, {**variables, **self._policy.environment}, size)
+            waiting[reference] = _Call(assignment.rank, self._hosts[process], process)
 
         def poll(seconds: float) -> Iterator[Outcome]:
             for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
@@ -333,22 +330,15 @@ class _RankActors:
                     yield outcome
             yield from self._never_started(waiting)
 
-        return collect(len(self._actors), poll, timeout, recovers=self._policy.recovers)
-
-    def _environment(self, assignment: Topology) -> dict[str, str]:
-        """Variables by which `init` finds the others: in shared memory, or over the network."""
-        if self._policy.replaces:
-            return self._policy.environment
-        return {**rank_environment(assignment, *self._rendezvous), **self._policy.environment}
+        return collect(self._ranks, poll, timeout, recovers=self._policy.recovers)
 
     def _may_replace(self, lost: _Call, waiting: Mapping[Any, _Call]) -> list[Address]:
         """Where a process that takes a lost place finds the others; nowhere if none is to take it.
 
         Nobody takes it in a job that ends, where all others have ended, or of which too many have been lost.
         """
-        times = self._replacements[lost.process]
-        lately = [since for since in times if time.monotonic() - since < HOUR]
-        if not self._policy.replaces or self._ends_soon or len(lately) >= MOST or self._number >= MOST_MEMBERS:
+        is_hopeless = recent(self._replacements[lost.process]) >= MOST or self._number >= MOST_MEMBERS
+        if not self._policy.replaces or self._ends_soon or is_hopeless:
             return []
         return [self._slots[one.process] for one in waiting.values() if self._has_started(one)]
 
@@ -369,10 +359,9 @@ class _RankActors:
         with contextlib.suppress(Exception):
             self._ray.kill(self._actors[lost.process])  # one that has left on SIGTERM still has its resources
         actor = self._actors[lost.process] = self._start(lost.process)
-        size, number = len(self._actors), self._number
+        started = actor.share_slots.remote(self._ranks, living)
+        reference = actor.call.remote(packed, lost.rank, self._policy.environment, self._ranks, self._number)
         self._number += 1
-        started = actor.share_slots.remote(size, living)
-        reference = actor.call.remote(packed, lost.rank, self._policy.environment, size, number)
         return reference, lost._replace(started=started)
 
     def _never_started(self, waiting: dict[Any, _Call]) -> Iterator[Outcome]:
@@ -382,7 +371,8 @@ class _RankActors:
                 yield Outcome(one.rank, left=NOT_JOINED)
             waiting.clear()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Remove all actors, and their placement group."""
         from ray.util import remove_placement_group
 
         for actor in self._actors:

@@ -12,12 +12,11 @@ from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import probe
 
 
-def test_only_installed_packages_have_versions():
-    assert set(probe.versions(["numpy", "no-such-package-anywhere"])) == {"numpy"}
-
-
-def test_the_package_that_is_imported_counts():
-    assert probe.own_package() == (ring_plugins.__version__, "", cores())
+def test_what_a_host_says_of_its_packages():
+    packages = ["numpy", "no-such-package-anywhere"]
+    found = probe.report({"packages": packages, "paths": ["/", "/nowhere"], "program": None, "listener": None})
+    assert set(found["packages"]) == {"numpy"} and found["missing"] == ["/nowhere"] and found["reaches"]
+    assert (found["ring_plugins"], found["trouble"], found["cores"]) == (ring_plugins.__version__, "", cores())
 
 
 def test_a_digest_is_that_of_the_files_contents(tmp_path):
