@@ -154,7 +154,7 @@ def install(current: Callable[[], Job | None], shutdown: Callable[[], None]) -> 
             time.sleep(_PRINTING if is_reported else _SAME_ERROR)  # the others raise it elsewhere, and print that, too
         if cause is not None:
             detector = job.failure_detector
-            time.sleep(_AFTER_NETWORK if detector is not None and detector.has_lost_the_network else _AFTER_PEER)
+            time.sleep(_AFTER_NETWORK if detector is not None and detector.facts.has_lost_the_network else _AFTER_PEER)
         elif other is not None and is_reported:
             time.sleep(_PRINTING)
         _told = True

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import LaunchError, RingError, SharedMemoryError
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.base.member import Member, Members
-from ring_plugins.core.control import ends as ends_module
+from ring_plugins.core.control import mesh as mesh_module
 from ring_plugins.core.control import mesh_admission
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.consensus import Consensus
@@ -391,17 +392,18 @@ class MeshMessages(JsonTarget):
             return
         rank = rng.choice(self._ranks)
         told: list[Any] = []
-        one = Consensus(rank, self._ranks, lambda to, body: told.append((to, json.dumps(body))), lambda other: None)
+        facts = Facts()
+        one = Consensus(rank, self._ranks, facts, lambda *what: told.append(json.dumps(what)), lambda other: None)
         if rng.randrange(2):
             one.note_dead(rng.choice([other for other in self._ranks if other != rank]))
         if rng.randrange(2):
             one.arrive(1, rng.randrange(9), (), rng.choice([(), (9,)]))
         sender = rng.choice([other for other in self._ranks if other != rank])
-        before = repr(sorted(vars(one).items(), key=lambda pair: pair[0]))
+        before = repr(sorted({**vars(one), **vars(facts)}.items(), key=lambda pair: pair[0]))
         try:
             one.receive(sender, message)
         except ValueError:
-            assert repr(sorted(vars(one).items(), key=lambda pair: pair[0])) == before
+            assert repr(sorted({**vars(one), **vars(facts)}.items(), key=lambda pair: pair[0])) == before
             return
         one.note_silent(sender)  # what was taken must not break what follows
         one.arrive(one.view + 1, 9)
@@ -657,22 +659,22 @@ class MeshMessagesOfAllKinds(JsonTarget):
         try:
             ends[sender][1].send(struct.pack("!Q", len(data)) + data)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ends_module, "ListenProbe", lambda *of: SimpleNamespace(close=list, advance=str))
+                patch.setattr(mesh_module, "ListenProbe", lambda *of: SimpleNamespace(close=list, advance=str))
                 channel.turn(0.0)
                 channel.poll(0.0)
                 if rng.randrange(2):
-                    mesh._ends.note_silent(rng.choice([other for other in ends if other != sender]))
+                    mesh._note_silent(rng.choice([other for other in ends if other != sender]))
             mesh.must_agree()
             mesh.rounds.of(1, 1)
             mesh.trouble(1, None)
             mesh.rounds.forget(1)
             for other in range(4):
-                detector.has_left(other)
+                detector.has_ended(other)
             failure = detector.failure()
             assert failure is None or 0 <= failure.rank < MOST_MEMBERS
-            assert set(detector._exit_status) <= set(range(MOST_MEMBERS))
+            assert set(detector.facts.exit_statuses) <= set(range(MOST_MEMBERS))
             assert isinstance(detector.rejection(1, 2, 3, [sender]), str)
-            if mesh._consensus.lost():
+            if mesh.consensus.lost():
                 str(mesh.members_lost())
         finally:
             channel.abandon()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, PeerFailed, RingError
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.control.wait import Wait
@@ -22,7 +23,7 @@ class Detector:
     mesh, aborted, rank = None, False, 0
 
     def __init__(self):
-        self.states, self.rejections = {}, {}
+        self.states, self.rejections, self.mesh, self.facts = {}, {}, None, Facts()
 
     def watch(self, key, state):
         self.states.setdefault(key, []).append(state)
@@ -36,12 +37,6 @@ class Detector:
 
     def rejection(self, key, number, before, others):
         return self.rejections.get((key, number, before), "")
-
-    def exit_status(self, rank):
-        return 0
-
-    def dead(self):
-        return frozenset()
 
     def check(self, communicator, missing, what):
         pass

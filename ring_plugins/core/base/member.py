@@ -15,9 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.base.records import read_address, read_as, read_record
 
 
@@ -167,6 +169,7 @@ class Members:
         of_slot: by slot, the last process that had it.
         ranks: world ranks of the present members, in the order of slots.
         view: how often they have changed.
+        facts: how others of them have ended, as far as this process knows.
         topology: where this process stands among them; before it joins, among all slots.
         shards, past_shards: into how many shards data is divided, one for each slot that has ever had a member, and all
             such numbers that this process has seen.
@@ -177,7 +180,7 @@ class Members:
     def __init__(self, own: int, known: Iterable[Member], of_slot: Sequence[Member] = ()) -> None:
         self.own, self.known = own, {one.rank: one for one in known}
         self.of_slot = [*of_slot] or sorted(self.known.values(), key=lambda one: one.slot)
-        self.ranks, self.view = tuple(self.known), 0
+        self.ranks, self.view, self.facts = tuple(self.known), 0, Facts()
         self.shards, self.past_shards = len(self.of_slot), {len(self.of_slot)}
         self.is_added = False
         nodes, hosts = [one.node for one in self.of_slot], [one.host for one in self.of_slot]
@@ -215,31 +218,23 @@ class Members:
         """Whether processes are, or were, on others."""
         return any(one.domain != self.here.domain for one in self.known.values())
 
-    def in_order(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """World ranks in the order of their slots."""
-        return tuple(sorted(ranks, key=lambda rank: self.known[rank].slot))
-
     def add(self, joiners: Iterable[Member]) -> None:
         """Know of processes that are to join, or have; `follow` makes them members."""
         self.known = {**self.known, **{one.rank: one for one in joiners}}
 
-    def follow(self, ranks: Sequence[int], view: int) -> None:
+    def follow(self, ranks: Iterable[int], view: int) -> None:
         """From now on, these are the members.
 
         Args:
-            ranks: world ranks in the order of slots.
+            ranks: world ranks, in any order.
             view: their number.
         """
-        self.ranks, self.view = tuple(ranks), view
-        present = self._take_slots()
-        nodes, hosts = [one.node for one in present], [one.host for one in present]
-        self.topology = find_topology(ranks.index(self.own), nodes, hosts)
-
-    def _take_slots(self) -> list[Member]:
-        present = [self.known[rank] for rank in self.ranks]
+        present = sorted((self.known[rank] for rank in ranks), key=attrgetter("slot"))
+        self.ranks, self.view = tuple([one.rank for one in present]), view
         for one in present:
             self.of_slot[one.slot : one.slot + 1] = [one]
-        return present
+        nodes, hosts = [one.node for one in present], [one.host for one in present]
+        self.topology = find_topology(self.ranks.index(self.own), nodes, hosts)
 
     def divide_among(self, shards: int) -> None:
         """From now on, data is divided into so many shards."""
@@ -275,7 +270,8 @@ class Members:
     def learn_of_slots(self, told: Sequence[Sequence[Any]]) -> None:
         """Take over what a member knows of the slots; see `told_of_slots`."""
         self.of_slot = _of_slots(told)
-        self._take_slots()
+        for one in (self.known[rank] for rank in self.ranks):
+            self.of_slot[one.slot : one.slot + 1] = [one]
 
 
 def _of_slots(told: Sequence[Sequence[Any]]) -> list[Member]:

@@ -114,11 +114,14 @@ class JobRecovery:
         Raises:
             PeerFailed: the job does not go on.
         """
-        loss, communicators = Loss(fresh(error), self.recoveries), list(self._communicators.items())
-        for one, recovery in communicators:
-            recovery.give_up(one, loss)
-        for one, recovery in communicators:
-            recovery.let_go(one)
+        started = [(one, recovery) for one, recovery in self._communicators.items() if recovery.has_started]
+        for one, recovery in started:  # their threads finish nothing of that
+            recovery.loss = recovery.loss or Loss(fresh(error), self.recoveries)
+            one.wait.given_up = recovery.loss.error
+        for one, recovery in started:
+            if not one.let_go():
+                raise RingError(f"{recovery.name}: its thread has not stopped after a rank was lost.")
+            one.wait.given_up = None
         self._go_on_without(executor.wait)
         self.recoveries += 1
 
@@ -141,19 +144,24 @@ class Recovery:
     Args:
         job: of all communicators of the job.
         name: of the communicator, for error texts.
+
+    Attributes:
+        name: as given.
+        has_started: whether works have been started for which nobody has waited.
+        loss: for which those have no results, None if there is none.
     """
 
     def __init__(self, job: JobRecovery, name: str) -> None:
-        self._job, self._name = job, name
+        self._job, self.name = job, name
         self._thread = 0  # which is in a whole, 0 for none
-        self._has_started = False  # works for which nobody has waited
-        self._loss: Loss | None = None
+        self.has_started = False
+        self.loss: Loss | None = None
 
     # For the executor -----------------------------------------------------------------------------
 
     def allowed(self, executor: SerialExecutor, operation: F) -> F:
         """See the protocol. An operation whose members have all arrived would not wait, and so find no loss."""
-        loss, confirmations = self._loss, self._job.confirmations
+        loss, confirmations = self.loss, self._job.confirmations
         if loss is not None and (executor.is_on_thread() or loss.recoveries == self._job.recoveries):
             raise fresh(loss.error)
         if confirmations is None:
@@ -168,12 +176,12 @@ class Recovery:
         """See the protocol. The executor's own thread leaves it to the script's."""
         if not executor.is_on_thread():
             self._job.recover(executor, error)
-        elif self._loss is None:
-            self._loss = Loss(fresh(error), self._job.recoveries)
+        elif self.loss is None:
+            self.loss = Loss(fresh(error), self._job.recoveries)
 
     def may_start(self, repeats: bool) -> bool:
         """See the protocol."""
-        self._has_started |= repeats
+        self.has_started |= repeats
         return repeats
 
     # Wholes: what has happened for all members, or for none ---------------------------------------
@@ -196,7 +204,7 @@ class Recovery:
         """
         if not self._job.in_use.acquire(blocking=False):
             error = ArgumentError(
-                f"{self._name}: {operation} was called while another thread was in a collective. "
+                f"{self.name}: {operation} was called while another thread was in a collective. "
                 'on_failure="continue" needs all collectives in one thread: a loss would interrupt both.'
             )
             executor.reject(operation, error)
@@ -214,11 +222,11 @@ class Recovery:
         try:
             result = function()
         except MembersLost as error:
-            if self._loss is not None and self._loss.recoveries == self._job.recoveries:
+            if self.loss is not None and self.loss.recoveries == self._job.recoveries:
                 executor.fail_or_recover(error, operation)
             if confirmations is not None and confirmations.committed >= number:
                 raise PeerFailed(
-                    f"{self._name}: the other ranks have finished what this one has not.", error.rank
+                    f"{self.name}: the other ranks have finished what this one has not.", error.rank
                 ) from error
             raise
         if confirmations is not None and executor.members is not None:
@@ -257,27 +265,10 @@ class Recovery:
                     found = error
             if found is not None:
                 raise found
-            if self._loss is not None:  # of another communicator, after the last of these was done
-                raise fresh(self._loss.error)
+            if self.loss is not None:  # of another communicator, after the last of these was done
+                raise fresh(self.loss.error)
 
         try:
             self.whole(executor, works[0].description, wait)
         finally:
-            self._has_started, self._loss = False, None
-
-    # When another communicator has found a loss ---------------------------------------------------
-
-    def give_up(self, executor: SerialExecutor, loss: Loss) -> None:
-        """Let the executor's thread finish nothing of what was started."""
-        if self._has_started:
-            self._loss, executor.wait.given_up = self._loss or loss, loss.error
-
-    def let_go(self, executor: SerialExecutor) -> None:
-        """Wait until it has given up.
-
-        Raises:
-            RingError: it goes on working.
-        """
-        if self._has_started and not executor.let_go():
-            raise RingError(f"{self._name}: its thread has not stopped after a rank was lost.")
-        executor.wait.given_up = None
+            self.has_started, self.loss = False, None

@@ -115,11 +115,14 @@ class Channel:
         self._on_joined.append(handler)
 
     def on_end(self, handler: Callable[[int, Disconnected | None], object]) -> None:
-        """Have `poll` call `handler` with each rank whose connection has ended, and how; None for a goodbye."""
+        """Have `poll` call `handler` with each rank whose connection has ended, and how; None for a goodbye.
+
+        A channel that is watched tells its watcher instead.
+        """
         self._on_end.append(handler)
 
     def watch(self, watcher: Watcher) -> None:
-        """Let `watcher` know of ends first, on the channel's thread."""
+        """Let `watcher` know of ends, on the channel's thread."""
         self._watcher = watcher
 
     def start(self) -> None:
@@ -298,4 +301,5 @@ class Channel:
             return
         if self._watcher is not None:
             self._watcher.note_end(rank, how or Disconnected("it closed the connection"))
-        self._inbox.put(partial(self._note_ended, rank, how))
+        else:
+            self._inbox.put(partial(self._note_ended, rank, how))

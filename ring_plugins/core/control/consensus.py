@@ -7,7 +7,7 @@ survivors may stand one operation apart: some have its confirmation already, whi
 
 **What a rank knows of another.** It is *reachable* as long as the connection to it stands, however slow its script is:
 a stopped rank is not dead. It has *left* if it said so, with the number of operations that it had confirmed. It is
-*dead* on evidence only: its host's kernel has refused a connection to its port (ends.py), or has dropped the
+*dead* on evidence only: its host's kernel has refused a connection to its port (listen_probe.py), or has dropped the
 lock on its memory (liveness.py). It is *silent* if its host's kernel has acknowledged nothing for RING_NETWORK_TIMEOUT.
 None of this is ever taken back. Evidence is never wrong, silence may be.
 
@@ -54,13 +54,15 @@ An outside witness (etcd, torchft's lighthouse), which the user would have to ru
 MPI_Comm_agree (ULFM) needs an MPI that offers it, and does not say which side of a cut goes on.
 
 This file has no input or output, so that tests can drive it through any order of messages, deaths and cuts. It is
-longer than others, and `Consensus` has 35 methods: they are one proof, which is read as a whole.
+longer than others: it is one proof, which is read as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+
+from ring_plugins.core.base.facts import Facts
 
 #: A ballot is a round times this, plus the rank of its leader.
 _STRIDE = 1 << 20
@@ -105,7 +107,9 @@ class Consensus:
     Args:
         rank: world rank of this process.
         members: world ranks of the view with which this rank begins.
-        send: sends a message to a rank; messages of one rank to another arrive in order, if they arrive.
+        facts: who is dead or silent, or has left with how many operations confirmed; also what a leader has told.
+        send: sends a rank a message of the kind "agree"; messages of one rank to another arrive in order, if they
+            arrive.
         hang_up: closes the connection to a rank, so that nothing that it has sent arrives any more.
         view: number of that view.
 
@@ -113,8 +117,6 @@ class Consensus:
         view: number of the last view that is decided.
         members: of that view.
         decisions: by view.
-        dead, silent: ranks, of any view.
-        left: ranks that left normally, with the number of operations that each had confirmed.
         has_no_quorum: whether this rank, as the leader, does not reach enough others.
     """
 
@@ -122,17 +124,15 @@ class Consensus:
         self,
         rank: int,
         members: Sequence[int],
-        send: Callable[[int, Message], None],
+        facts: Facts,
+        send: Callable[[int, str, Message], None],
         hang_up: Callable[[int], None],
         view: int = 0,
     ) -> None:
         self.rank, self.view, self.members = rank, view, tuple(members)
         self.decisions: dict[int, Decision] = {}
-        self.dead: set[int] = set()
-        self.silent: set[int] = set()
-        self.left: dict[int, int] = {}
         self.has_no_quorum = False
-        self._send, self._hang_up = send, hang_up
+        self._facts, self._send, self._hang_up = facts, send, hang_up
         self._begin_view()
 
     def _begin_view(self) -> None:
@@ -155,23 +155,19 @@ class Consensus:
 
     def lost(self) -> list[int]:
         """Members without whom the job may have to go on."""
-        return [rank for rank in self.members if rank in self.dead or rank in self.silent]
+        return [rank for rank in self.members if rank in self._facts.dead or rank in self._facts.silent]
 
     def must_agree(self) -> bool:
         """Whether this rank has to interrupt what it does, and to arrive in the next agreement."""
         return self._must_agree
 
-    def is_excluded(self) -> bool:
-        """Whether the others have gone on without this rank."""
-        return self.rank not in self.members
-
     def awaited(self) -> list[int]:
         """Ranks on which the agreement waits, as far as this rank can tell."""
-        leader = self.leader()
-        if leader != self.rank:
-            return [leader]
+        reachable = self._reachable()
+        if reachable[0] != self.rank:
+            return reachable[:1]
         heard = self._promises if self._proposal is None else self._acceptances
-        return [rank for rank in self._reachable() if rank not in heard]
+        return [rank for rank in reachable if rank not in heard]
 
     # Events ---------------------------------------------------------------------------------------
 
@@ -184,7 +180,7 @@ class Consensus:
             leaving: ranks that are to end, as the last of those operations says.
             joining: for which this rank is prepared.
         """
-        if view == self.view + 1 and self._committed is None and not self.is_excluded():
+        if view == self.view + 1 and self._committed is None and self.rank in self.members:
             self._committed, self._leaving, self._joining = committed, frozenset(leaving), frozenset(joining)
             self._step()
 
@@ -193,26 +189,28 @@ class Consensus:
         self.decisions[self.view] = decision
         for rank in self.members:
             if rank != self.rank:
-                self._tell_decision(rank, self.view)
+                self._tell(rank, "decided", self.view, decision=list(decision))
 
     def note_dead(self, rank: int) -> None:
         """A rank's process has ended without a word."""
-        if rank not in self.dead and rank not in self.left and rank != self.rank:
-            self.dead.add(rank)
+        facts = self._facts
+        if rank not in facts.dead and rank not in facts.left and rank != self.rank:
+            facts.dead.add(rank)
             self._must_agree |= rank in self.members
             self._step()
 
     def note_silent(self, *ranks: int) -> None:
         """Ranks cannot be reached any more; nothing is proposed before all of them count as silent."""
-        silent = {rank for rank in ranks if rank not in self.silent and rank not in self.left and rank != self.rank}
+        facts = self._facts
+        silent = {rank for rank in ranks if rank not in facts.silent and rank not in facts.left and rank != self.rank}
         if silent:
-            self.silent |= silent
+            facts.silent |= silent
             self._must_agree |= not silent.isdisjoint(self.members)
             self._step()
 
     def note_left(self, rank: int, committed: int) -> None:
         """A rank has left normally, after having confirmed so many operations."""
-        self.left.setdefault(rank, committed)
+        self._facts.left.setdefault(rank, committed)
         self._step()
 
     def receive(self, sender: int, message: Message) -> None:
@@ -222,129 +220,103 @@ class Consensus:
             ValueError: it is none of this algorithm's, so that the sender cannot be trusted; nothing has changed.
         """
         check(message)
-        if message["view"] <= self.view:
-            if message["kind"] in ("prepare", "accept") and message["view"] in self.decisions:
-                self._tell_decision(sender, message["view"])
+        view, kind, body = message["view"], message["kind"], message["body"]
+        if view <= self.view:
+            if kind in ("prepare", "accept") and view in self.decisions:
+                self._tell(sender, "decided", view, decision=list(self.decisions[view]))
             return
-        is_current = message["view"] == self.view + 1
-        if not is_current or self.is_excluded() or sender in self.dead or sender in self.silent:
+        facts, accepted = self._facts, body.get("accepted")
+        is_member = self.rank in self.members and sender not in facts.dead and sender not in facts.silent
+        if view != self.view + 1 or not is_member:
             return
-        decisions = _decisions_in(message)
-        if not all({*one.members, *one.leaving} <= {*self.members, *one.joining} for one in decisions):
-            raise ValueError(f"{message!r} has members that the view before has not")
-        if not all(self._joining.issuperset(one.joining) for one in decisions):
-            raise ValueError(f"{message!r} lets ranks join for which this one is not prepared")
-        getattr(self, f"_receive_{message['kind']}")(sender, **message["body"])
+        found = accepted[1] if accepted is not None else body.get("decision")
+        decision = Decision.told(found) if found is not None else None
+        if decision is not None:
+            if not {*decision.members, *decision.leaving} <= {*self.members, *decision.joining}:
+                raise ValueError(f"{message!r} has members that the view before has not")
+            if not self._joining.issuperset(decision.joining):
+                raise ValueError(f"{message!r} lets ranks join for which this one is not prepared")
+        (self._receive_answer if kind in _ANSWERS else self._receive_request)(sender, kind, body, decision)
         self._step()
 
-    # Messages -------------------------------------------------------------------------------------
+    def _receive_answer(self, sender: int, kind: str, body: Message, decision: Decision | None) -> None:
+        """Take a message to the leader; `decision` is the one that a promise reports."""
+        if kind == "rejected":
+            self._seen = max(self._seen, body["promised"])
+        if body["ballot"] != self._ballot:
+            return
+        if kind == "rejected":
+            self._ballot = 0  # and the next step begins a higher one
+        elif kind == "accepted":
+            self._acceptances.add(sender)
+        else:
+            silent, leaving, joining = (frozenset(body[name]) for name in ("silent", "leaving", "joining"))
+            accepted = (body["accepted"][0], decision) if decision is not None else None
+            self._promises[sender] = _Promise(body["committed"], silent, leaving, joining, accepted)
+
+    def _receive_request(self, sender: int, kind: str, body: Message, decision: Decision | None) -> None:
+        """Take a message of a leader, or of one that has arrived and takes this rank for it."""
+        if kind in ("call", "prepare"):
+            self._must_agree = True
+        if kind == "prepare":
+            for rank in body["dead"]:
+                if rank != self.rank and rank not in self._facts.left:
+                    self._facts.dead.add(rank)
+                    self._hang_up(rank)
+            self._prepares[sender] = body["ballot"]
+        elif kind == "accept" and decision is not None:
+            if body["ballot"] == self._promised:
+                self._accepted = self._promised, decision
+                self._tell(sender, "accepted", ballot=self._promised)
+            else:
+                self._tell(sender, "rejected", ballot=body["ballot"], promised=self._promised)
+        elif kind == "decided" and decision is not None:
+            self._adopt(decision)
 
     def _tell(self, rank: int, kind: str, view: int | None = None, **body: Any) -> None:
-        self._send(rank, {"view": self.view + 1 if view is None else view, "kind": kind, "body": body})
-
-    def _tell_decision(self, rank: int, view: int) -> None:
-        self._tell(rank, "decided", view, decision=list(self.decisions[view]))
-
-    def _receive_call(self, sender: int) -> None:
-        self._must_agree = True
-
-    def _receive_prepare(self, sender: int, ballot: int, dead: Sequence[int]) -> None:
-        self._must_agree = True
-        for rank in dead:
-            if rank != self.rank and rank not in self.left:
-                self.dead.add(rank)
-                self._hang_up(rank)
-        self._prepares[sender] = ballot
-
-    def _receive_promise(
-        self,
-        sender: int,
-        ballot: int,
-        committed: int,
-        silent: Sequence[int],
-        leaving: Sequence[int],
-        joining: Sequence[int],
-        accepted: Sequence[Any] | None,
-    ) -> None:
-        if ballot == self._ballot:
-            value = (int(accepted[0]), Decision.told(accepted[1])) if accepted is not None else None
-            self._promises[sender] = _Promise(
-                committed, frozenset(silent), frozenset(leaving), frozenset(joining), value
-            )
-
-    def _receive_rejected(self, sender: int, ballot: int, promised: int) -> None:
-        self._seen = max(self._seen, promised)
-        if ballot == self._ballot:
-            self._ballot = 0  # and the next step begins a higher one
-
-    def _receive_accept(self, sender: int, ballot: int, decision: Sequence[Any]) -> None:
-        if ballot == self._promised:
-            self._accepted = ballot, Decision.told(decision)
-            self._tell(sender, "accepted", ballot=ballot)
-        else:
-            self._tell(sender, "rejected", ballot=ballot, promised=self._promised)
-
-    def _receive_accepted(self, sender: int, ballot: int) -> None:
-        if ballot == self._ballot:
-            self._acceptances.add(sender)
-
-    def _receive_decided(self, sender: int, decision: Sequence[Any]) -> None:
-        self._adopt(Decision.told(decision))
+        self._send(rank, "agree", {"view": self.view + 1 if view is None else view, "kind": kind, "body": body})
 
     # The algorithm --------------------------------------------------------------------------------
 
-    def _is_reachable(self, rank: int) -> bool:
-        return rank not in self.dead and rank not in self.silent and rank not in self.left
-
     def _reachable(self) -> list[int]:
-        return [rank for rank in self.members if rank == self.rank or self._is_reachable(rank)]
-
-    def leader(self) -> int:
-        """The rank to which this one promises."""
-        return self._reachable()[0]
+        """Members that can answer; the first is the leader, to which this rank promises."""
+        facts = self._facts
+        gone = {*facts.dead, *facts.silent, *facts.left} - {self.rank}
+        return [rank for rank in self.members if rank not in gone]
 
     def _step(self) -> None:
         """Do what can be done now; called after every event."""
-        if self._committed is None or self.is_excluded():
+        if self._committed is None or self.rank not in self.members:
             return
-        leader = self.leader()
-        self._answer(leader)
-        if leader == self.rank:
-            self._lead()
-        elif leader != self._has_called and not (self._promised and self._promised % _STRIDE == leader):
-            self._has_called = leader
-            self._tell(leader, "call")  # it may know of no loss itself
+        leader = self._reachable()[0]
+        if leader != self.rank:
+            if (ballot := self._prepares.pop(leader, None)) is not None:
+                self._answer(leader, ballot)
+            if leader != self._has_called and not (self._promised and self._promised % _STRIDE == leader):
+                self._has_called = leader
+                self._tell(leader, "call")  # it may know of no loss itself
+            return
+        known_dead = frozenset(self._facts.dead)
+        if not self._ballot or (self._proposal is None and known_dead != self._known_dead):
+            self._begin_ballot(known_dead)
+        if self._proposal is None and self._have_answered(self._promises):
+            self._propose()
+        if self._proposal is not None and self._have_answered(self._acceptances):
+            self._adopt(self._proposal)
 
-    def _answer(self, leader: int) -> None:
-        ballot = self._prepares.pop(leader, None)
-        if ballot is None:
-            return
+    def _answer(self, leader: int, ballot: int) -> None:
         if ballot <= self._promised:
             self._tell(leader, "rejected", ballot=ballot, promised=self._promised)
             return
         self._promised = ballot
         own = self._own_promise()
+        told: Message = {name: sorted(getattr(own, name)) for name in ("silent", "leaving", "joining")}
         accepted = None if own.accepted is None else [own.accepted[0], list(own.accepted[1])]
-        told: dict[str, Any] = {
-            "committed": own.committed,
-            "silent": sorted(own.silent),
-            "leaving": sorted(own.leaving),
-            "joining": sorted(own.joining),
-        }
-        self._tell(leader, "promise", ballot=ballot, accepted=accepted, **told)
+        self._tell(leader, "promise", ballot=ballot, committed=own.committed, accepted=accepted, **told)
 
     def _own_promise(self) -> _Promise:
         assert self._committed is not None
-        return _Promise(self._committed, frozenset(self.silent), self._leaving, self._joining, self._accepted)
-
-    def _lead(self) -> None:
-        known_dead = frozenset(self.dead)
-        if not self._ballot or (self._proposal is None and known_dead != self._known_dead):
-            self._begin_ballot(known_dead)
-        if self._proposal is None:
-            self._propose()
-        if self._proposal is not None and self._have_answered(self._acceptances):
-            self._adopt(self._proposal)
+        return _Promise(self._committed, frozenset(self._facts.silent), self._leaving, self._joining, self._accepted)
 
     def _begin_ballot(self, known_dead: frozenset[int]) -> None:
         highest = max(self._promised, self._seen, *self._prepares.values(), 0)
@@ -359,8 +331,6 @@ class Consensus:
 
     def _propose(self) -> None:
         promises = self._promises
-        if not self._have_answered(promises):
-            return
         promises[self.rank] = self._own_promise()  # some of those that have promised may be silent since
         accepted = [promise.accepted for promise in promises.values() if promise.accepted is not None]
         proposal = max(accepted)[1] if accepted else self._own_proposal()
@@ -368,15 +338,16 @@ class Consensus:
             return
         self._proposal, self._acceptances = proposal, {self.rank}
         self._accepted = self._ballot, proposal
-        for rank in promises:
-            if rank != self.rank and self._is_reachable(rank):
+        for rank in self._reachable():
+            if rank != self.rank:
                 self._tell(rank, "accept", ballot=self._ballot, decision=list(proposal))
 
     def _have_answered(self, answers: Collection[int]) -> bool:
         """Whether all have answered that can, and they are enough."""
         if any(rank not in answers for rank in self._reachable()):
             return False
-        if any(rank in self.silent and rank not in self.dead for rank in self.members) and not self._is_quorum(answers):
+        silent = self._facts.silent - self._facts.dead
+        if not silent.isdisjoint(self.members) and not self._is_quorum(answers):
             self.has_no_quorum = True
             return False
         return True
@@ -390,77 +361,67 @@ class Consensus:
         if len(kept) < len(self._promises) and not self._is_quorum(kept):
             self.has_no_quorum = True
             return None
-        left = {rank: committed for rank, committed in self.left.items() if rank in self.members}
+        left = {rank: committed for rank, committed in self._facts.left.items() if rank in self.members}
         promises = self._promises.values()
         committed = [*(promise.committed for promise in promises), *left.values()]
         leaving = frozenset[int]().union(*(promise.leaving for promise in promises))
-        joining = self._all_prepared_for() if len(kept) == len(self.members) else frozenset()
+        joining = frozenset[int]()
+        if len(kept) == len(self.members):  # all are there: those join for which all are prepared
+            joining = frozenset.intersection(*(promise.joining for promise in promises))
+            joining = joining.difference(self._facts.dead, self._facts.silent)
         members = tuple(sorted({*kept, *left, *joining} - leaving))
         return Decision(members, max(committed), tuple(sorted(leaving)), tuple(sorted(joining)))
-
-    def _all_prepared_for(self) -> frozenset[int]:
-        """Those that can join, once all members have promised."""
-        prepared = frozenset.intersection(*(promise.joining for promise in self._promises.values()))
-        return prepared.difference(self.dead, self.silent)
 
     def _is_quorum(self, ranks: Collection[int]) -> bool:
         twice = 2 * sum(rank in ranks for rank in self.members)
         return twice > len(self.members) or (twice == len(self.members) and self.members[0] in ranks)
 
     def _adopt(self, decision: Decision) -> None:
-        before = self.members
+        for rank in (*self._reachable(), *decision.joining):
+            if rank != self.rank:
+                self._tell(rank, "decided", decision=list(decision))
         self.view += 1
         self.decisions[self.view] = decision
         self.members = decision.members
-        for rank in (*before, *decision.joining):
-            if rank != self.rank and self._is_reachable(rank):
-                self._tell_decision(rank, self.view)
         self._begin_view()
 
 
 # Messages of others, which a faulty memory or another version may have changed -----------------------------
 
-
-def is_number(value: Any) -> bool:
-    """Whether it may count or number something in a message."""
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _are_ranks(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(is_number(one) and one < _STRIDE for one in value)
-
-
-def _is_decision(value: Any) -> bool:
-    if not isinstance(value, (list, tuple)) or len(value) != 4:
-        return False
-    members, committed, leaving, joining = value
-    are_ranks = _are_ranks(members) and _are_ranks(leaving) and _are_ranks(joining)
-    return are_ranks and list(members) == sorted(set(members)) and is_number(committed)
-
-
-def _is_accepted(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, (list, tuple)) and len(value) == 2 and is_number(value[0]) and _is_decision(value[1])
-
-
-#: What the body of each kind of message holds.
-_BODIES: dict[str, dict[str, Callable[[Any], bool]]] = {
+#: What a field of a message holds: a number; ranks; a `Decision`; a ballot and the decision accepted in it, or None.
+NUMBER, _RANKS, _DECISION, _ACCEPTED = range(4)
+#: The fields of each kind of message, and the kinds that answer a leader.
+_BODIES: dict[str, dict[str, int]] = {
     "call": {},
-    "prepare": {"ballot": is_number, "dead": _are_ranks},
+    "prepare": {"ballot": NUMBER, "dead": _RANKS},
     "promise": {
-        "ballot": is_number,
-        "committed": is_number,
-        "silent": _are_ranks,
-        "leaving": _are_ranks,
-        "joining": _are_ranks,
-        "accepted": _is_accepted,
+        "ballot": NUMBER,
+        "committed": NUMBER,
+        "silent": _RANKS,
+        "leaving": _RANKS,
+        "joining": _RANKS,
+        "accepted": _ACCEPTED,
     },
-    "rejected": {"ballot": is_number, "promised": is_number},
-    "accept": {"ballot": is_number, "decision": _is_decision},
-    "accepted": {"ballot": is_number},
-    "decided": {"decision": _is_decision},
+    "rejected": {"ballot": NUMBER, "promised": NUMBER},
+    "accept": {"ballot": NUMBER, "decision": _DECISION},
+    "accepted": {"ballot": NUMBER},
+    "decided": {"decision": _DECISION},
 }
+_ANSWERS = ("promise", "rejected", "accepted")
+
+
+def fits(value: Any, form: int) -> bool:
+    """Whether a value may stand in a field of this form."""
+    if form == NUMBER:
+        return type(value) is int and 0 <= value < 1 << 62
+    if not isinstance(value, (list, tuple)):
+        return form == _ACCEPTED and value is None
+    if form == _RANKS:
+        return all(type(one) is int and 0 <= one < _STRIDE for one in value)
+    forms = (_RANKS, NUMBER, _RANKS, _RANKS) if form == _DECISION else (NUMBER, _DECISION)
+    if len(value) != len(forms) or not all(map(fits, value, forms)):
+        return False
+    return form == _ACCEPTED or list(value[0]) == sorted(set(value[0]))
 
 
 def check(message: Any) -> None:
@@ -469,17 +430,10 @@ def check(message: Any) -> None:
     Raises:
         ValueError: it is no message of the algorithm.
     """
-    if isinstance(message, dict) and message.keys() == {"view", "kind", "body"} and is_number(message["view"]):
+    if isinstance(message, dict) and message.keys() == {"view", "kind", "body"} and fits(message["view"], NUMBER):
         kind, body = message["kind"], message["body"]
         form = _BODIES.get(kind) if isinstance(kind, str) else None
         is_complete = form is not None and isinstance(body, dict) and body.keys() == form.keys()
-        if form is not None and is_complete and all(is_right(body[name]) for name, is_right in form.items()):
+        if form is not None and is_complete and all(fits(body[name], of) for name, of in form.items()):
             return
     raise ValueError(f"{str(message)[:200]} is no message of an agreement")
-
-
-def _decisions_in(message: Message) -> list[Decision]:
-    body = message["body"]
-    accepted = body.get("accepted")
-    found = [body.get("decision"), accepted[1] if accepted is not None else None]
-    return [Decision.told(decision) for decision in found if decision is not None]

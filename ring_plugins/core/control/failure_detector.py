@@ -27,12 +27,11 @@ holds the GIL in a long computation. A time-out on every operation, as torch has
 rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
 is needed to go on without them (mesh.py); to end, or to restart all ranks, the first failure is enough.
 
-`FailureDetector` has 30 methods: half are one-line questions that waits and the monitor ask.
+What has been learned of other ranks stands in one table (core/base/facts.py).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 import traceback
@@ -45,7 +44,8 @@ from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.base.places import place_of
 from ring_plugins.core.control.channel import EVERYONE, Channel
-from ring_plugins.core.control.liveness import MOST_MEMBERS, SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.listen_probe import NETWORK_LOST
+from ring_plugins.core.control.liveness import LEFT, MOST_MEMBERS, SILENT_ENDS, LocalPeers
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
@@ -54,8 +54,6 @@ from ring_plugins.core.net.auth import Disconnected
 OF_FUNCTIONS = "ring"
 #: Seconds for which data that a rank sent before it left may still be on its way.
 _IN_FLIGHT = 2.0
-#: Seconds after which what a rank of the same host has told before it left has arrived.
-_TOLD = 0.3
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
@@ -63,10 +61,6 @@ _NOTICE = 10.0
 _REJECTIONS = 100
 #: Seconds that a process takes to end after it left, including the teardown of GPU communicators.
 _EXIT = 15.0
-#: Errors by which the kernel reports that another host does not react, rather than that a process has closed its end.
-_NETWORK_LOST = frozenset(
-    (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET)
-)
 
 
 class Breakable(Protocol):
@@ -86,47 +80,44 @@ class FailureDetector:
 
     Attributes:
         members: as given.
+        facts: what is known of the others' ends; of `members`.
         rank: world rank of this process.
         aborted: whether the failure that ends the job has been raised in this process, whose script now ends it.
         has_raised: whether any error about a peer was raised here, even if the script caught it.
         failed: whether this process has reported its own failure.
-        has_lost_the_network: whether the failure is a lost network.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
         mesh: knows who is lost, if the job goes on then. The channel connects all ranks to each other in that case.
     """
 
     def __init__(self, members: Members, local_peers: LocalPeers | None, channel: Channel) -> None:
-        self.rank, self.members = members.own, members
-        self.aborted = self.has_raised = self.failed = self.has_lost_the_network = False
+        self.rank, self.members, self.facts = members.own, members, members.facts
+        self.aborted = self.has_raised = self.failed = False
         self.deadlocks: dict[str, str] = {}
         self.mesh: Mesh | None = None
         self._pid = os.getpid()
         self._local_peers, self._channel = local_peers, channel
-        self._remote_failure: PeerFailed | None = None
-        self._has_lost_a_process = False
         self._communicators: weakref.WeakValueDictionary[int, Breakable] = weakref.WeakValueDictionary()
-        self._broken: dict[int, PeerFailed] = {}
         self._knowing: dict[int, set[int]] = {}  # by communicator that this rank has broken
-        #: By communicator, operations finished and calls rejected since: who rejected the next call, and why.
-        self._rejections: dict[tuple[int, int, int], dict[int, str]] = {}
-        self._left: dict[int, float] = {}
-        self._left_here: dict[int, float] = {}
         self._departures: list[int] = []  # which rank 0 has not yet forwarded
-        self._exit_status: dict[int, int] = {}  # of ranks that leave with another one than 0
+        self._has_heard_of_failure = False  # by a message: what this host's memory shows, others have yet to hear
         for kind, note in (
             ("failed", self._note_failed),
             ("exits", self._note_exit),
             ("broken", self._note_broken),
             ("rejected", self._note_rejected),
         ):
-            channel.on(kind, partial(self._receive, note), at_once=True)
+            channel.on(kind, partial(self._receive, kind, note), at_once=True)
         channel.on("knows of broken", self._note_knowing)
         channel.on("left", lambda sender, body: self._note_left(body["ranks"]))
         channel.on_end(self._note_end)
 
-    def _receive(self, note: Callable[[dict[str, Any]], None], sender: int, body: dict[str, Any]) -> None:
-        if self.mesh is None or self.mesh.is_member(sender):
-            note(body)
+    def _receive(self, kind: str, note: Callable[[dict[str, Any]], bool], sender: int, body: dict[str, Any]) -> None:
+        """Take a message; rank 0 passes on what is news, where the others are connected to it only."""
+        if self.mesh is not None:
+            if sender in self.mesh.consensus.members:
+                note(body)
+        elif note(body) and self.rank == 0:
+            self._channel.tell(EVERYONE, kind, body)
 
     def go_on_with(self, mesh: Mesh) -> None:
         """From now on, losses do not end the job, and all ranks are connected to each other."""
@@ -138,25 +129,18 @@ class FailureDetector:
         """Tell all ranks: directly, or over rank 0, which passes it on."""
         self._channel.tell(0 if self.mesh is None else EVERYONE, kind, body)
 
-    def _pass_on(self, kind: str, body: dict[str, Any]) -> None:
-        if self.rank == 0 and self.mesh is None:
-            self._channel.tell(EVERYONE, kind, body)
-
     # The other ranks ------------------------------------------------------------------------------
 
     def failure(self) -> PeerFailed | None:
         """The failure of any other rank, if there is one."""
-        local = self._local_peers.failure() if self._local_peers is not None else None
-        return local or self._remote_failure
+        if self._local_peers is not None:
+            self._local_peers.look(self.facts)
+        return self.facts.failure
 
     def has_lost_a_process(self) -> bool:
         """Whether a rank's process is gone without having left."""
         local = self._local_peers is not None and self._local_peers.has_lost_a_process()
-        return local or self._has_lost_a_process
-
-    def dead(self) -> frozenset[int]:
-        """Members that are dead, if the job goes on without them."""
-        return self.mesh.dead() if self.mesh is not None else frozenset()
+        return local or self.facts.has_lost_a_process
 
     def check(self, communicator: str, missing: Sequence[int], what: str) -> None:
         """Raise if the operation that this rank waits in cannot complete any more.
@@ -175,10 +159,11 @@ class FailureDetector:
         if failure is not None:
             self.aborted = True
             raise failure
+        departed, now = self.facts.departed, time.monotonic()
         for rank in missing:
-            if self.has_left(rank):
+            if rank in departed and now > departed[rank]:
                 self.has_raised = True
-                if status := self.exit_status(rank):
+                if status := self.facts.exit_statuses.get(rank, 0):
                     self.aborted = True
                     raise PeerFailed(
                         f"rank {rank} ended with exit status {status} (sys.exit), while rank {self.rank} waits for it "
@@ -199,30 +184,17 @@ class FailureDetector:
             self.has_raised = True
             raise DeadlockError(self.deadlocks[communicator])
 
-    def exit_status(self, rank: int) -> int:
-        """With which another rank has said that it ends, 0 if it has not."""
-        local = self._local_peers.exit_status(rank) if self._local_peers is not None else 0
-        return self._exit_status.get(rank) or local
-
     def exited(self) -> dict[int, int]:
         """The other ranks that have said that they end with an exit status, and it."""
-        statuses = {rank: self.exit_status(rank) for rank in self.members.known if rank != self.rank}
-        return {rank: status for rank, status in statuses.items() if status}
+        self.failure()  # which looks at this host's
+        return {rank: status for rank, status in sorted(self.facts.exit_statuses.items()) if rank != self.rank}
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process has ended normally; on another host, whether it should have by now."""
-        if self._local_peers is not None and rank in self._local_peers.others:
-            return self._local_peers.has_ended(rank)
-        return rank in self._left and time.monotonic() - self._left[rank] > _EXIT
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has ended normally and what it sent before must have arrived."""
-        if self._local_peers is not None and self._local_peers.has_left(rank):
-            # Seen in shared memory, before what it has told over the channel: that it rejected an operation, and why.
-            return time.monotonic() - self._left_here.setdefault(rank, time.monotonic()) > _TOLD
-        if self.mesh is not None and self.mesh.has_left(rank):
-            self._left.setdefault(rank, time.monotonic())
-        return rank in self._left and time.monotonic() - self._left[rank] > _IN_FLIGHT
+        local = self._local_peers.others.get(rank) if self._local_peers is not None else None
+        if local is not None:
+            return local.state == LEFT and local.has_died()
+        return time.monotonic() > self.facts.departed.get(rank, float("inf")) + _EXIT - _IN_FLIGHT
 
     # This rank ------------------------------------------------------------------------------------
 
@@ -261,8 +233,8 @@ class FailureDetector:
             state: of this member; not kept alive.
         """
         self._communicators[key] = state
-        if key in self._broken:
-            state.fail(self._broken[key])
+        if key in self.facts.broken:
+            state.fail(self.facts.broken[key])
 
     def break_communicator(self, key: int, text: str, members: Sequence[int]) -> None:
         """Make all other members of a communicator raise `PeerFailed`, now and in every further call.
@@ -292,16 +264,16 @@ class FailureDetector:
         elif self.rank == 0 and rank in self.members.known:
             self._channel.tell(rank, "knows of broken", body)
 
-    def _note_broken(self, body: dict[str, Any]) -> None:
+    def _note_broken(self, body: dict[str, Any]) -> bool:
         key, error = int(body["key"]), PeerFailed(str(body["text"]), self._rank_in(body))
-        self._broken.setdefault(key, error)
+        self.facts.broken.setdefault(key, error)
         state = self._communicators.get(key)
         if error.rank != self.rank:
             if state is not None:
                 state.fail(error)
             if self.mesh is None:
                 self._channel.tell(0, "knows of broken", {"key": key, "rank": error.rank, "member": self.rank})
-        self._pass_on("broken", body)
+        return True
 
     def reject(self, key: int, number: int, before: int, text: str) -> None:
         """Tell all ranks that this one rejected the arguments of an operation.
@@ -316,15 +288,15 @@ class FailureDetector:
 
     def rejection(self, key: int, number: int, before: int, missing: Sequence[int]) -> str:
         """Why one of `missing` rejected an operation, "" if none did."""
-        rejections = self._rejections.get((key, number, before)) if key >= 0 else None
-        return next((rejections[rank] for rank in missing if rank in rejections), "") if rejections else ""
+        by_rank = self.facts.rejected.get((key, number, before), {})
+        return next((by_rank[rank] for rank in missing if rank in by_rank), "")
 
-    def _note_rejected(self, body: dict[str, Any]) -> None:
-        key, number, before = body["operation"]
-        self._rejections.setdefault((key, number, before), {})[self._rank_in(body)] = str(body["text"])
-        while len(self._rejections) > _REJECTIONS:
-            del self._rejections[next(iter(self._rejections))]
-        self._pass_on("rejected", body)
+    def _note_rejected(self, body: dict[str, Any]) -> bool:
+        rejected, (key, number, before) = self.facts.rejected, body["operation"]
+        rejected.setdefault((key, number, before), {})[self._rank_in(body)] = str(body["text"])
+        while len(rejected) > _REJECTIONS:
+            del rejected[next(iter(rejected))]
+        return True
 
     # On the monitor thread, which moves the channel -----------------------------------------------
 
@@ -355,13 +327,11 @@ class FailureDetector:
 
     def _note_end(self, rank: int, how: Disconnected | None) -> None:
         """The connection to a rank has ended, by a goodbye if `how` is None."""
-        if self.mesh is not None:
-            return  # it has seen that
         if how is None:
             self._note_left([rank])
             return
         peer = self.members.known[rank]
-        if how.code in _NETWORK_LOST:
+        if how.code in NETWORK_LOST:
             self.lose_network(rank, str(how))
             return
         if how.is_invalid:
@@ -383,18 +353,20 @@ class FailureDetector:
         body = {"rank": rank, "text": text, "of": of, "lost": True, "network": network}
         self._channel.tell(self.rank, "failed", body)  # one after the other with the failures of which others tell
 
-    def _note_failed(self, body: dict[str, Any]) -> None:
-        if self._remote_failure is not None:
-            return
+    def _note_failed(self, body: dict[str, Any]) -> bool:
+        facts = self.facts
+        if self._has_heard_of_failure:
+            return False
         if body.get("of") != self.rank:
-            self._remote_failure = PeerFailed(str(body["text"]), self._rank_in(body))
-        self._has_lost_a_process |= bool(body.get("lost"))
-        self.has_lost_the_network |= bool(body.get("network"))
-        self._pass_on("failed", body)
+            found = PeerFailed(str(body["text"]), self._rank_in(body))
+            facts.failure, self._has_heard_of_failure = facts.failure or found, True
+        facts.has_lost_a_process |= bool(body.get("lost"))
+        facts.has_lost_the_network |= bool(body.get("network"))
+        return True
 
-    def _note_exit(self, body: dict[str, Any]) -> None:
-        self._exit_status[self._rank_in(body)] = int(body["status"])
-        self._pass_on("exits", body)
+    def _note_exit(self, body: dict[str, Any]) -> bool:
+        self.facts.exit_statuses[self._rank_in(body)] = int(body["status"])
+        return True
 
     def _rank_in(self, body: dict[str, Any]) -> int:
         """The rank in a message of another one, which may be wrong, or know of a process that has just joined."""
@@ -404,9 +376,8 @@ class FailureDetector:
         return rank
 
     def _note_left(self, ranks: Sequence[int]) -> None:
-        now = time.monotonic()
         for rank in ranks:
-            self._left.setdefault(rank, now)
+            self.facts.depart(rank, _IN_FLIGHT)
         self._departures += ranks
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from ring_plugins.core.base.errors import PeerFailed, SharedMemoryError
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
@@ -37,6 +38,9 @@ RUNNING, LEFT, FAILED = 1, 2, 3
 #: Words (int64) at the start of a segment; the text of a cause begins at byte _CAUSE.
 _STATE, _ROOT_CAUSE_RANK, _CAUSE_LENGTH, _EXIT_STATUS, _ADDRESS_LENGTH, _ADMITS = range(6)
 _CAUSE, _ADDRESS, _NBYTES = 128, 8192, 16384
+#: Seconds after which what a rank has told over the channel before it left has arrived: that it rejected an operation,
+#: and why. Shared memory shows at once that it has left.
+_IN_FLIGHT = 0.3
 #: Processes that a job may have on one host, the lost ones included.
 MOST_MEMBERS = 896
 #: How a process can end that says nothing, where nobody who knows its exit status can be asked.
@@ -208,16 +212,20 @@ class LocalPeers:
             raise SharedMemoryError(problem or problems[0])
         return cls(own, others, here.host if members.are_on_several_hosts() else "") if own is not None else None
 
-    def failure(self) -> PeerFailed | None:
-        """The failure of a local peer, if one has failed, or has died in a job that does not go on without it."""
+    def look(self, facts: Facts) -> None:
+        """Note how ranks of this host have ended: failed, left, or died in a job that does not go on then."""
         for rank, other in self.others.items():  # replaced by `forget`, in another thread
-            if not self.may_be_lost and other.is_lost():
-                where = f"(process {other.pid}{self._where})"
-                return PeerFailed(f"rank {rank} {where} died without reporting an error; {SILENT_ENDS}.", rank)
-            if other.state == FAILED:
+            state = other.state
+            if status := other.exit_status:
+                facts.exit_statuses[rank] = status
+            if state == LEFT:
+                facts.depart(rank, _IN_FLIGHT)
+            elif facts.failure is None and state == FAILED:
                 root, text = other.root_cause
-                return PeerFailed(text, root)
-        return None
+                facts.failure = PeerFailed(text, root)
+            elif facts.failure is None and not self.may_be_lost and other.is_lost():
+                where = f"(process {other.pid}{self._where})"
+                facts.failure = PeerFailed(f"rank {rank} {where} died without reporting an error; {SILENT_ENDS}.", rank)
 
     def lost(self) -> frozenset[int]:
         """Ranks that are gone without a word."""
@@ -234,17 +242,3 @@ class LocalPeers:
     def has_lost_a_process(self) -> bool:
         """Whether a local peer's process is gone without having left."""
         return any(other.state != LEFT and other.has_died() for other in self.others.values())
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a local peer left normally."""
-        other = self.others.get(rank)
-        return other is not None and other.state == LEFT
-
-    def exit_status(self, rank: int) -> int:
-        """The exit status with which a local peer left; 0 for ranks of other hosts."""
-        other = self.others.get(rank)
-        return other.exit_status if other is not None else 0
-
-    def has_ended(self, rank: int) -> bool:
-        """Whether a local peer left normally and its process is gone too."""
-        return self.has_left(rank) and self.others[rank].has_died()

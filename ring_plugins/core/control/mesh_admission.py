@@ -106,7 +106,8 @@ class MeshAdmission:
 
         self._wait.until(is_connected, lambda: [self._joiner], lambda: _WHAT)
         self._tell_joiner(CALL, body)
-        if self._mesh.was_silent(self._joiner):
+        facts = self._mesh.members.facts
+        if self._joiner in facts.silent and self._joiner not in facts.dead:
             self._mesh.tell(EVERYONE, {"view": self._view, "problem": _LOST})
             raise NotAdmitted(_LOST)
 
@@ -140,7 +141,7 @@ class MeshAdmission:
     def give_up(self, listener: Listener) -> None:
         """Abort the join."""
         listener.close_tag(MESH_TAG)
-        self._mesh.dismiss(self._joiner)
+        self._mesh.hang_up(self._joiner)
 
     def _tell_joiner(self, number: int, payload: Mapping[str, Any]) -> None:
         self._mesh.tell(self._joiner, {"view": self._view, "round": number, "payload": payload})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ring_plugins.core.control.consensus import is_number
+from ring_plugins.core.control.consensus import NUMBER, fits
 
 #: Rounds.
 CALL, OFFERS, READY = range(3)
@@ -29,7 +29,7 @@ class Rounds:
             Exception: it is invalid.
         """
         view = body["view"]
-        if not is_number(view):
+        if not fits(view, NUMBER):
             raise ValueError(f"{view!r} is no view")
         if view <= self._over:
             return False

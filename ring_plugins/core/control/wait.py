@@ -260,14 +260,15 @@ class Wait:
     ) -> None:
         self._check_failure(ready)
         detector = self._failure_detector
-        dead = detector.dead() if detector is not None else frozenset()  # before looking who has arrived, or not
+        mesh = detector.mesh if detector is not None else None
+        dead = mesh.dead() if mesh is not None else frozenset()  # before looking who has arrived, or not
         absent = missing()
         if detector is not None:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
                 self._check_members(detector, lost, what)
-                if detector.mesh is not None and detector.mesh.interrupts(dead, absent):
-                    raise detector.mesh.members_lost()
+                if mesh is not None and mesh.interrupts(dead, absent):
+                    raise mesh.members_lost()
             except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
                     return
@@ -315,7 +316,7 @@ class Wait:
         rejection = detector.rejection(self._key, self.number, self.rejected, absent)
         if rejection and not ready():
             text = f"{rejection} Rank {detector.rank} waits for it in {what()}."
-            if (exited := next(filter(detector.exit_status, absent), -1)) >= 0:
+            if (exited := next(filter(detector.facts.exit_statuses.get, absent), -1)) >= 0:
                 detector.aborted = True
                 raise PeerFailed(text, exited)
             raise PeerRejected(text)

@@ -304,7 +304,7 @@ def _join_at(
     for one in everyone:
         listener.add(one)
     world.members.add([*everyone, joiner])
-    world.members.follow(world.members.in_order(decision.members), view)
+    world.members.follow(decision.members, view)
     mesh = world.elastic.new_mesh(decision.committed)
     return agreement, Entrance(mesh, candidate.backlog, decision)
 

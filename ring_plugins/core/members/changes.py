@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.member import Members
 
 
@@ -70,30 +69,37 @@ class ChangeCallbacks:
             self._is_telling = False
 
 
-# For the log. `members` have followed the change, and `replaces` says whether others take the places of lost ranks. ---
+# For the log ----------------------------------------------------------------------------------------------------------
 
 
-def what_was_lost(
-    lost: Sequence[int],
-    members: Members,
-    replaces: bool,
-    seconds: float,
-    silent: Collection[int] = (),
-    shows_hosts: bool = False,
+def who_is_gone(
+    members: Members, lost: Sequence[int], left: Sequence[int], replaces: bool, seconds: float, shows_hosts: bool
 ) -> str:
-    """The line that tells the user of a loss, and of the ranks' new numbers.
+    """The line that tells the user of ranks that are gone, and of the new numbers of the others.
 
     Args:
-        lost: world ranks.
-        members, replaces: see above.
+        members: have followed the change.
+        lost: world ranks that died or cannot be reached.
+        left: world ranks that left on SIGTERM.
+        replaces: whether other processes take the places of lost ranks.
         seconds: that the agreement took.
-        silent: those of `lost` that cannot be reached, and may be alive.
-        shows_hosts: whether to say where they were.
+        shows_hosts: whether to say where lost ranks were.
     """
-    dead, silent = [rank for rank in lost if rank not in silent], [rank for rank in lost if rank in silent]
-    how = {"died": dead, "cannot be reached any more": silent}
-    gone = "; ".join(f"{_named(ranks, members, shows_hosts)} {end}" for end, ranks in how.items() if ranks)
-    return _who_goes_on(gone, lost, members, replaces, f", after {seconds * 1e3:.0f} ms")
+    facts, gone = members.facts, [*lost, *left]
+    silent = [rank for rank in lost if rank in facts.silent and rank not in facts.dead]
+    dead = [rank for rank in lost if rank not in silent]
+    how = {"died": dead, "cannot be reached any more": silent, "left on SIGTERM": left}
+    line = "; ".join(f"{_named(of, members, shows_hosts and of is not left)} {end}" for end, of in how.items() if of)
+    line += f"; the job goes on with {len(members.ranks)} of its {members.shards} ranks since "
+    line += time.strftime("%H:%M:%S") + (f", after {seconds * 1e3:.0f} ms" if lost else "")
+    is_one = len(gone) == 1
+    if replaces and members.can_be_replaced(gone):
+        line += ". Another process takes its place." if is_one else ". Other processes take their places."
+    else:
+        line += f". Nobody takes over the data of {'this rank' if is_one else 'these ranks'}."
+    if moved := ", ".join(f"{old} is now {new}" for new, old in enumerate(members.ranks) if old != new):
+        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
+    return line + (" Timelines end with rank 0, which collected them." if 0 in gone else "")
 
 
 def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: int) -> str:
@@ -101,7 +107,7 @@ def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: i
 
     Args:
         joined: world ranks.
-        members: see above.
+        members: have followed the change.
         seconds: that joining took.
         ranks: how many the job had at the most before; those with slots beyond take nobody's place.
     """
@@ -110,16 +116,11 @@ def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: i
         f"{_named([rank], members)} {f'in the place of rank {slot}' if slot < ranks else 'as an added rank'}"
         for rank, slot in slots.items()
     )
-    numbers = _new_numbers(members)
+    numbers = ", ".join(f"{old} is now {new}" for new, old in enumerate(members.ranks) if old != new)
     return (
         f"{who} joined; the job goes on with {len(members.ranks)} ranks since {time.strftime('%H:%M:%S')}, after "
         f"{seconds * 1e3:.0f} ms." + (f" Errors keep the old numbers: rank {numbers}." if numbers else "")
     )
-
-
-def who_left(leaving: Sequence[int], members: Members, replaces: bool) -> str:
-    """The line that tells the user of ranks that left the job because they were told to end; arguments as above."""
-    return _who_goes_on(f"{_named(leaving, members)} left on SIGTERM", leaving, members, replaces)
 
 
 def too_few_left(leaving: Sequence[int], left: Sequence[int], members: Members, min_ranks: int) -> str:
@@ -132,23 +133,4 @@ def too_few_left(leaving: Sequence[int], left: Sequence[int], members: Members, 
 
 def _named(ranks: Sequence[int], members: Members, shows_hosts: bool = False) -> str:
     of = [members.known[rank] for rank in ranks]
-    return " and ".join(f"{name_ranks([one.rank])} (process {one.pid}{f' on {one.host}' * shows_hosts})" for one in of)
-
-
-def _new_numbers(members: Members) -> str:
-    return ", ".join(f"{old} is now {new}" for new, old in enumerate(members.ranks) if old != new)
-
-
-def _who_goes_on(gone: str, lost: Sequence[int], members: Members, replaces: bool, after: str = "") -> str:
-    is_one, left = len(lost) == 1, len(members.ranks)
-    if replaces:
-        data = "Another process takes its place" if is_one else "Other processes take their places"
-    else:
-        data = f"Nobody takes over the data of {'this rank' if is_one else 'these ranks'}"
-    line = f"{gone}; the job goes on with {left} of its {members.shards} ranks since {time.strftime('%H:%M:%S')}"
-    line += f"{after}. {data}."
-    if moved := _new_numbers(members):
-        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
-    if 0 in lost:
-        line += " Timelines end with rank 0, which collected them."
-    return line
+    return " and ".join(f"rank {one.rank} (process {one.pid}{f' on {one.host}' * shows_hosts})" for one in of)

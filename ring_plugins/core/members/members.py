@@ -35,8 +35,7 @@ from ring_plugins.core.members.changes import (
     ChangeCallbacks,
     MembershipChange,
     too_few_left,
-    what_was_lost,
-    who_left,
+    who_is_gone,
 )
 from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.core.members.policy import FailurePolicy
@@ -127,11 +126,8 @@ class Elastic:
         on_left_out = self.slot.note_excluded if self.slot is not None else lambda: None
         least = self._policy.min_ranks
         assert self._job.channel is not None
-        return Mesh(self._members, self._job.channel, self._peers, least, committed, confirms, on_left_out)
-
-    def _agreements(self) -> Mesh:
-        assert self.mesh is not None
-        return self.mesh
+        admits = self._policy.replaces
+        return Mesh(self._members, self._job.channel, self._peers, least, committed, confirms, admits, on_left_out)
 
     @property
     def view(self) -> int:
@@ -150,9 +146,7 @@ class Elastic:
         lost = self._agree(wait)
         if lost is None:  # this rank finds it in its next operation, as others do
             return
-        self._follow(lost=lost)
-        if lost:
-            self._warn_of(lost, began)
+        self._follow(began, lost)
 
     def agree_on_members(self, joining: Sequence[int] = ()) -> None:
         """Agree on the next view, outside of operations, and go on without those it lacks.
@@ -163,20 +157,27 @@ class Elastic:
         began = time.monotonic()
         lost = self._agree(Wait("membership", self._job.failure_detector), joining=joining)
         if lost:
-            self._follow(lost=lost)
-            self._warn_of(lost, began)
+            self._follow(began, lost)
 
     def _agree(self, wait: Wait, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
         """As `Mesh.agree`."""
         assert self._job.failure_detector is not None
+        assert self.mesh is not None
         try:
-            return self._agreements().agree(wait, leaving, joining)
+            return self.mesh.agree(wait, leaving, joining)
         except PeerFailed:
             self._job.failure_detector.aborted = True
             raise
 
-    def _follow(self, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()) -> None:
-        """Update everything that this process holds of the job after members died, left or joined."""
+    def _follow(
+        self, began: float, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()
+    ) -> None:
+        """Update everything that this process holds of the job after members died, left or joined; rank 0 logs losses.
+
+        Args:
+            began: when the agreement on that did.
+            lost, left, joined: world ranks.
+        """
         members = self._members
         for communicator in self._job.recovering_communicators().values():
             communicator.keep(members.ranks, members.view)
@@ -191,19 +192,9 @@ class Elastic:
                 self.slot.note_lost(rank)
         gone = tuple(lost), before.rank, size_before
         self.changes.untold.append(MembershipChange(*gone, after.rank, after.size, tuple(left), tuple(joined)))
-        if self._job.channel is not None and members.own == 0 and not joined:
-            self._job.channel.tell(0, "ranks_lost", {"ranks": [*lost, *left]})
-
-    def _warn_of(self, lost: Sequence[int], began: float) -> None:
-        """Tell the user of lost ranks, and of an agreement that began then, on one rank."""
-        members, mesh = self._members, self._agreements()
-        if members.topology.rank == 0:
-            silent, seconds = [rank for rank in lost if mesh.was_silent(rank)], time.monotonic() - began
-            logger.warning(what_was_lost(lost, members, self._replaces(lost), seconds, silent, mesh.confirms))
-
-    def _replaces(self, ranks: Sequence[int]) -> bool:
-        """Whether other processes take the places of these ranks."""
-        return self._policy.replaces and self._members.can_be_replaced(ranks)
+        if after.rank == 0 and (lost or left):
+            seconds, shows_hosts = time.monotonic() - began, self.mesh is not None and self.mesh.confirms
+            logger.warning(who_is_gone(members, lost, left, self._policy.replaces, seconds, shows_hosts))
 
     # Leaving on SIGTERM, and who waits to join ------------------------------------------------------
 
@@ -260,28 +251,15 @@ class Elastic:
             if members.topology.rank == 0:
                 logger.warning(too_few_left(leaving, left, members, self._policy.min_ranks))
             self._job.exit_from_job(TERMINATED)
-        lost = self._let_leave(leaving)
-        self._follow(lost=lost, left=leaving)
-        if lost:
-            self._warn_of(lost, began)
-        if members.topology.rank == 0:
-            logger.warning(who_left(leaving, members, self._replaces(leaving)))
-
-    def _let_leave(self, leaving: Sequence[int]) -> list[int]:
-        """Leave the job, or go on without those that do; returns ranks that were lost meanwhile.
-
-        Raises:
-            SystemExit: on ranks that leave.
-        """
         gone = self._agree(Wait("membership", self._job.failure_detector), leaving)
         assert gone is not None
-        if self._members.own in leaving:
+        if members.own in leaving:
             if self._peers is not None:
                 self._peers.own.leave()
             if self.slot is not None:
                 self.slot.leave()
             self._job.exit_from_job(0)
-        return [rank for rank in gone if rank not in leaving]
+        self._follow(began, [rank for rank in gone if rank not in leaving], leaving)
 
     def end_if_all_are_told(self) -> None:
         """End this process if all of the job are told to: one that takes no steps would have no other occasion.
@@ -300,9 +278,10 @@ class Elastic:
         Args:
             joined: world ranks of those that were none before.
         """
-        self._follow(joined=joined)
+        self._follow(time.monotonic(), joined=joined)
+        assert self.mesh is not None
         for rank in joined if self._members.own not in joined else ():
-            self._agreements().note_joined(rank)
+            self.mesh.note_joined(rank)
 
     # The script's functions -------------------------------------------------------------------------
 

@@ -28,17 +28,13 @@ class LeaderFailover:
     """
 
     def __init__(self, channel: Channel, stalls: StallWatch, members: Members) -> None:
-        self._channel, self._stalls, self._members, self._view = channel, stalls, members, members.view
+        self._channel, self._stalls, self._members = channel, stalls, members
         self._all_stalls = StallAggregator(
             channel, members, config.STALL_WARNING.get(), config.STALL_ABORT.get(), logger.warning
         )
 
     def tick(self, now: float) -> None:
-        ranks = self._members.ranks
-        if self._members.view != self._view:
-            self._view = self._members.view
-            self._all_stalls.forget([rank for rank in self._members.known if rank not in ranks])
-        if (leader := min(ranks)) != self._channel.leader:  # the oldest process, in whatever slot
+        if (leader := min(self._members.ranks)) != self._channel.leader:  # the oldest process, in whatever slot
             self._channel.leader = leader
             self._stalls.report_again()
         if leader == self._channel.rank:

@@ -212,16 +212,12 @@ class StallAggregator:
         self._pause, self._next_report, self._has_reported, self._has_aborted = self._warning, 0.0, False, False
         self._inquiry: _Inquiry | None = None
         self._inquiries = itertools.count(1)
-        self._lost: set[int] = set()
         channel.on("report_wait", self._note_wait)
-        channel.on("ranks_lost", lambda sender, body: self.forget(body["ranks"]))
         channel.on("end_wait", self._note_end)
         channel.on("report_snapshot", self._note_snapshot)
         channel.on("report_process_state", self._note_process_state)
 
     def _note_wait(self, sender: int, body: Body) -> None:
-        if sender in self._lost:  # sent before it died
-            return
         now, wait = time.monotonic(), Waiting(sender, **body["wait"])
         self._waits[sender, body["number"]] = wait._replace(
             missing=tuple(wait.missing),
@@ -234,18 +230,14 @@ class StallAggregator:
         waits = list(self._waits.values())
         return any(wait.blocked_since and wait.since < since and rank in wait.missing for wait in waits)
 
-    def forget(self, ranks: Sequence[int]) -> None:
-        """Forget the waits of ranks without which the job goes on."""
-        self._lost.update(ranks)
-        for key in [key for key in self._waits if key[0] in self._lost]:
-            del self._waits[key]
-
     def _note_end(self, sender: int, body: Body) -> None:
         self._waits.pop((sender, body["number"]), None)
 
     def tick(self, now: float) -> None:
         if not self._waits and not self._has_reported:
             return
+        for key in [key for key in self._waits if key[0] not in self._members.ranks]:  # the job goes on without it
+            del self._waits[key]
         self._deadlocks.tick(now)
         stalled = [
             wait for wait in without_arrived_gpus(list(self._waits.values())) if now - wait.since >= self._warning
@@ -275,12 +267,8 @@ class StallAggregator:
         for rank in asked:
             self._channel.tell(rank, "request_snapshot", {"inquiry": number})
             peer = self._members.known[rank]
-            neighbors = [
-                r
-                for r, p in self._members.known.items()
-                if p.domain == peer.domain and r != rank and r not in self._lost
-            ]
-            for neighbor in neighbors[:_LOOKING]:
+            near = [r for r in self._members.ranks if self._members.known[r].domain == peer.domain and r != rank]
+            for neighbor in near[:_LOOKING]:
                 request = {"inquiry": number, "rank": rank, "pid": peer.pid}
                 self._channel.tell(neighbor, "request_process_state", request)
 

@@ -25,7 +25,7 @@ def test_members_are_in_the_order_of_slots_and_all_that_ever_were_stay_known():
     members.follow([1, 2], 1)
     assert (members.view, members.topology.rank, members.topology.size, members.taken_slots) == (1, 0, 2, [1, 2])
     members.add([member(7, 0)])
-    members.follow(members.in_order([1, 2, 7]), 2)
+    members.follow([1, 2, 7], 2)
     assert members.ranks == (7, 1, 2) and members.topology.rank == 1
     assert sorted(members.known) == [0, 1, 2, 7] and members.of_slot[0].rank == 7
 

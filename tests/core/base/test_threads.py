@@ -77,7 +77,7 @@ def test_the_job_ends_with_the_thread_that_watches_all_ranks():
     job = JOB.replace('RING_SHARED_MEMORY="0"', 'RING_VIRTUAL_NODES="2", RING_ON_FAILURE="continue"')
     body = """
 if ring.rank() == failing:
-    current().elastic.mesh._ends.look = broken
+    current().elastic.mesh.look = broken
     current().channel.peers.wake()
     time.sleep(60)
 ring.barrier()

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.control.consensus import Consensus, Decision
 
 ORDERS = 1000
@@ -33,12 +34,15 @@ class Job:
     def __init__(self, size):
         self.queues = {}
         self.dead, self.cut, self.hung_up = set(), set(), set()
-        self.ranks = {}
+        self.ranks, self.facts = {}, {rank: Facts() for rank in (*range(size), JOINER)}
         for rank in range(size):
-            self.ranks[rank] = Consensus(rank, range(size), self.sender(rank), self.hanger(rank))
+            self.ranks[rank] = Consensus(rank, range(size), self.facts[rank], self.send_from(rank), self.hanger(rank))
         self.committed = dict.fromkeys(range(size), 7)
         self.leaving = set()  # as the operation says that some have confirmed
         self.prepared = {}  # by rank that is in an admission, whether it is prepared for the joiner
+
+    def send_from(self, rank):
+        return lambda to, kind, message: self.sender(rank)(to, message)
 
     def sender(self, rank):
         def send(to, message):
@@ -102,7 +106,8 @@ class Job:
         """What a joiner does that learns of the decision."""
         if message["kind"] == "decided":
             decision = Decision.told(message["body"]["decision"])
-            one = Consensus(JOINER, decision.members, self.sender(JOINER), self.hanger(JOINER), message["view"])
+            send, hang_up = self.send_from(JOINER), self.hanger(JOINER)
+            one = Consensus(JOINER, decision.members, self.facts[JOINER], send, hang_up, message["view"])
             self.ranks[JOINER], self.committed[JOINER] = one, decision.committed
             one.take_over(decision)
 
@@ -110,7 +115,7 @@ class Job:
         """Deaths and cuts of which a rank does not know yet."""
         found = []
         for rank in self.living:
-            one = self.ranks[rank]
+            one = self.facts[rank]
             for other in self.ranks:
                 if other in one.left:
                     continue  # its connection has ended with a goodbye
@@ -154,7 +159,7 @@ class Job:
         self.say_goodbye(self.gone - before)
 
     def is_going_on(self, rank):
-        return not self.ranks[rank].is_excluded() and not self.ranks[rank].has_no_quorum
+        return rank in self.ranks[rank].members and not self.ranks[rank].has_no_quorum
 
     def end(self, rank):
         """What a rank does, sooner or later, once it is without a quorum or left out."""

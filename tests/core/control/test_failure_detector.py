@@ -140,7 +140,7 @@ def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, tex
     channel.handlers["end"](2, how)
     with pytest.raises(PeerFailed, match=text):
         zero.check("ring", [1], "barrier()")
-    assert zero.has_lost_a_process() and zero.has_lost_the_network is network
+    assert zero.has_lost_a_process() and zero.facts.has_lost_the_network is network
     assert channel.sent[0][2]["of"] == (-1 if network else 2)  # a rank behind a lost network may still receive it
 
 

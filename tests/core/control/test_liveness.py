@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.control.liveness import Liveness, LocalPeers
 
 
@@ -42,10 +43,17 @@ def peer(behave):
             os.close(end)
 
 
+def found(peers):
+    """What the memory of the other ranks shows."""
+    facts = Facts()
+    peers.look(facts)
+    return facts
+
+
 def test_a_rank_that_runs_is_alive():
     with peer(lambda own: None) as (peers, _):
-        assert peers.failure() is None
-        assert not (peers.has_left(1) or peers.has_ended(1) or peers.has_lost_a_process())
+        assert found(peers).failure is None
+        assert not (found(peers).departed or peers.has_lost_a_process())
 
 
 def test_peers_read_the_address_of_a_rank_also_when_it_is_gone():
@@ -62,7 +70,7 @@ def test_a_job_that_goes_on_has_a_lost_rank_and_no_failure():
     with peer(lambda own: os.kill(os.getpid(), signal.SIGKILL)) as (peers, proceed):
         peers.may_be_lost = True
         proceed()
-        assert peers.failure() is None and peers.lost() == {1}
+        assert found(peers).failure is None and peers.lost() == {1}
         peers.forget([1])
         assert not peers.lost()
 
@@ -72,7 +80,7 @@ def test_a_killed_rank_is_noticed_at_once_with_its_host_and_process():
         proceed()
         pid = peers.others[1].pid
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as gone
-        failure = peers.failure()
+        failure = found(peers).failure
         assert failure is not None and failure.rank == 1
         assert f"rank 1 (process {pid} on host1) died without reporting an error" in str(failure)
         assert str(failure).endswith("crashed in native code, or called os._exit.")
@@ -107,21 +115,23 @@ def test_a_rank_that_fails_reports_the_root_cause_once():
 
     with peer(fail) as (peers, proceed):
         proceed()
-        failure = peers.failure()
+        failure = found(peers).failure
         assert failure is not None and failure.rank == 3
         assert str(failure).startswith("rank 3 failed: ä") and "consequence" not in str(failure)
 
 
-def test_a_rank_that_leaves_has_ended_only_when_its_process_is_gone():
+def test_a_rank_that_leaves_with_a_status_is_no_failure_and_no_lost_process():
     with peer(lambda own: (own.note_exit(3), own.leave())) as (peers, proceed):
         proceed()
-        assert peers.has_left(1) and not peers.has_ended(1)
-        assert peers.exit_status(1) == 3 and peers.exit_status(2) == 0
-        assert peers.failure() is None
+        facts = found(peers)
+        first = facts.departed[1]
+        peers.look(facts)
+        assert facts.departed == {1: first} and facts.exit_statuses == {1: 3}
+        assert facts.failure is None and not peers.others[1].has_died()
         pid = peers.others[1].pid
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert peers.has_ended(1) and not peers.has_lost_a_process()
+        assert peers.others[1].has_died() and not peers.has_lost_a_process()
 
 
 @pytest.mark.parametrize("end", [lambda own: own.leave(), lambda own: own.fail(0, "first")])

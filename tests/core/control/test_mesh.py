@@ -111,27 +111,27 @@ def test_a_rank_without_which_the_others_go_on_names_whom_it_could_not_reach(mes
         (object(), "the job goes on without rank 0 on host0, which could not reach the other ranks for 6 s."),
     ):
         assert str(mesh._exclusion(decision)).startswith(text)
-    mesh.was_silent = lambda rank: rank in (1, 2)
+    mesh.members.facts.silent |= {1, 2}
     assert "could not reach ranks 1, 2 on host1 and host2 for 6 s" in str(mesh._exclusion(object()))
 
 
 def test_several_deaths_on_a_host_are_seen_at_once(meshes):
     """The thread finds the lock of one free, and so begins a ballot, which ends its look at one already known dead."""
     mesh, lost = meshes[2][0], list[int]()
-    mesh._ends._local_peers = LocalPeers(None, [
+    mesh._local_peers = LocalPeers(None, [
         SimpleNamespace(rank=rank, has_died=lambda rank=rank: rank in lost, is_lost=lambda rank=rank: rank in lost)
         for rank in (0, 1)
     ])  # fmt: skip
     kill(*meshes[0])
     kill(*meshes[1])
-    assert until(lambda: len(mesh._ends._dying) == 2)
+    assert until(lambda: len(mesh._dying) == 2)
     with mesh._lock:
-        first, second = mesh._ends._dying
+        first, second = mesh._dying
         lost.append(second)
-        mesh._ends.look_at_locks()  # as the script's thread does while it waits
-        mesh._consensus.arrive(1, 0)
+        mesh._look_at_locks()  # as the script's thread does while it waits
+        mesh.consensus.arrive(1, 0)
         lost.append(first)
-        mesh._ends.look()
+        mesh.look()
     assert agreed(meshes[2:]) == [[0, 1], [0, 1]]
     assert mesh._channel._thread.is_alive()
     assert [one.members.ranks for one, _ in meshes[2:]] == [(2, 3), (2, 3)]
@@ -140,7 +140,7 @@ def test_several_deaths_on_a_host_are_seen_at_once(meshes):
 def test_a_rank_that_leaves_is_not_lost(meshes):
     leave(meshes[2][0])
     others = [meshes[0], meshes[1], meshes[3]]
-    assert all(until(lambda mesh=mesh: mesh.has_left(2)) for mesh, _ in others)
+    assert all(until(lambda mesh=mesh: 2 in mesh.members.facts.left) for mesh, _ in others)
     assert not any(mesh.interrupts() for mesh, _ in others)
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_are_out_of_reach_are_left_behind(meshes):
     results = agreed(meshes)
     assert results[:3] == [[3]] * 3
     assert "this side ends" in str(results[3]) and meshes[3][0].is_excluded
-    assert meshes[0][0].was_silent(3)
+    assert 3 in meshes[0][0].members.facts.silent - meshes[0][0].members.facts.dead
 
 
 def put_on_one_host(meshes, *ranks):
@@ -185,7 +185,7 @@ def put_on_one_host(meshes, *ranks):
 def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_connections_has_ended(meshes):
     put_on_one_host(meshes, 2, 3)
     with meshes[0][0]._lock:
-        meshes[0][0]._ends.note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
+        meshes[0][0].note_end(3, Disconnected("no answer", errno.ETIMEDOUT))
     assert all(until(mesh.interrupts) for mesh, _ in meshes if mesh.rank != 1)
     results = agreed(meshes)
     assert results[:2] == [[2, 3]] * 2
@@ -195,10 +195,10 @@ def test_ranks_of_a_host_are_left_behind_together_though_only_one_of_their_conne
 def test_a_rank_that_the_others_have_left_out_hears_of_it_from_them(meshes):
     """Though its own connections stand."""
     with meshes[0][0]._lock:
-        meshes[0][0]._consensus.note_silent(3)
+        meshes[0][0].consensus.note_silent(3)
     assert agreed(meshes[:3]) == [[3]] * 3
     left_out = meshes[3][0]
-    assert until(left_out.interrupts) and left_out.must_agree() and not left_out._consensus.lost()
+    assert until(left_out.interrupts) and left_out.must_agree() and not left_out.consensus.lost()
     assert "another rank has lost a rank" in str(left_out.members_lost())
     for _ in range(2):  # whatever its script does then
         assert "the job goes on without rank 3 on host3" in str(agreed(meshes[3:])[0])
@@ -212,7 +212,7 @@ def test_a_failure_of_a_rank_that_has_been_left_out_does_not_end_the_others(mesh
         detector.go_on_with(mesh)
         mesh._channel.on("later", lambda sender, body, rank=mesh.rank: heard.add(rank), at_once=True)
     with meshes[0][0]._lock:
-        meshes[0][0]._consensus.note_silent(3)
+        meshes[0][0].consensus.note_silent(3)
     agreed(meshes[:3])
     detectors[3].fail(ValueError("different operations"))
     meshes[3][0]._channel.tell(EVERYONE, "later")
@@ -226,5 +226,5 @@ def test_too_few_may_be_left_after_normal_ends(meshes):
     """Whoever waits for those that have ended finds that."""
     for mesh, _ in meshes[1:]:
         leave(mesh)
-    assert until(lambda: all(meshes[0][0].has_left(rank) for rank in (1, 2, 3)))
+    assert until(lambda: all(rank in meshes[0][0].members.facts.left for rank in (1, 2, 3)))
     assert agreed(meshes[:1]) == [[]]

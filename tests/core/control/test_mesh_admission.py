@@ -78,7 +78,7 @@ def join(joiner, at=lambda rank, number: None):
         return None
     peers = [Member(rank, rank, f"host{rank}", 100 + rank, f"host{rank}", address="127.0.0.1") for rank in members]
     known = Members(NEW, [*peers, own])
-    known.follow(known.in_order(decision.members), view)
+    known.follow(decision.members, view)
     mesh = Mesh(known, channel, None, 2, decision.committed)
     mesh.go_on_from(candidate.backlog, decision)
     return mesh
@@ -189,7 +189,7 @@ def test_a_process_joins_that_has_not_heard_of_all_that_they_are_ready_but_of_th
 def test_one_that_a_member_takes_for_lost_hears_that_it_can_never_join(meshes, joiner):
     """As when the network to it was lost in an attempt, and comes back."""
     mesh, candidate = meshes[2][0], joiner[0]
-    mesh._consensus.note_silent(NEW)
+    mesh.consensus.note_silent(NEW)
     attempts = 0
     while not candidate.is_lost and attempts < 10:  # it may hear of the others' trouble first
         assert attempt(meshes, joiner) == [None] * 5

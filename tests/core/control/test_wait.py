@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, TimeoutExceeded
+from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control import wait as module
 from ring_plugins.core.control.channel import Channel
@@ -20,10 +21,7 @@ class Detector:
     def __init__(self, error=None, after=0):
         self.error, self.after, self.aborted, self.asked = error, after, False, []
 
-    mesh = None
-
-    def dead(self):
-        return frozenset()
+    mesh, facts = None, Facts()
 
     def check(self, communicator, missing, what):
         self.asked.append((communicator, list(missing), what))
@@ -144,7 +142,7 @@ class Seen:
     def __init__(self, dead, missing):
         self.asked, self._dead, self._missing = [], dead, missing
         self.mesh = Mesh(Members(0, [Member(0)]), Channel(0, 1), None, 1, confirms=False)
-        self.mesh.members_lost = lambda: MembersLost("ranks died", 1)
+        self.mesh.members_lost, self.mesh.dead = lambda: MembersLost("ranks died", 1), self.dead
 
     def dead(self):
         self.asked.append("dead")

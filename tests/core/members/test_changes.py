@@ -7,9 +7,8 @@ from ring_plugins.core.members.changes import (
     ChangeCallbacks,
     MembershipChange,
     too_few_left,
-    what_was_lost,
+    who_is_gone,
     who_joined,
-    who_left,
 )
 
 
@@ -47,34 +46,38 @@ def test_a_function_that_raises_hears_of_the_next_change():
 
 def left(*ranks, joined=None):
     """Those left of four ranks, two on each of two hosts, and who has joined in which slot."""
-    four = [Member(rank, rank, "aabb"[rank], 10 + rank) for rank in range(4)]
+    four = [Member(rank, rank, "aabb"[rank], 10 + rank, node="aabb"[rank]) for rank in range(4)]
     members = Members(next((rank for rank in ranks if rank < 4), 0), four)
-    members.add(Member(rank, slot, "a", 10 + rank) for rank, slot in (joined or {}).items())
+    members.add(Member(rank, slot, "a", 10 + rank, node="a") for rank, slot in (joined or {}).items())
     members.follow(ranks, 1)
     return members
 
 
 def test_one_line_says_which_ranks_died_and_which_cannot_be_reached():
-    line = what_was_lost([0, 2], left(1, 3), False, 6.0, [2], shows_hosts=True)
+    members = left(1, 3)
+    members.facts.silent |= {0, 2}
+    members.facts.dead.add(0)
+    line = who_is_gone(members, [0, 2], [], False, 6.0, True)
     assert line.startswith(
         "rank 0 (process 10 on a) died; rank 2 (process 12 on b) cannot be reached any more; the job"
     )
 
 
 def test_one_line_says_who_was_lost_and_how_ranks_are_numbered_now():
-    line = what_was_lost([0, 2], left(1, 3), False, 0.0123)
+    line = who_is_gone(left(1, 3), [0, 2], [], False, 0.0123, False)
     assert line.startswith("rank 0 (process 10) and rank 2 (process 12) died; the job goes on with 2 of its 4 ranks")
     assert "after 12 ms. Nobody takes over the data of these ranks." in line
     assert "rank 1 is now 0, 3 is now 1." in line and "end with rank 0" in line
-    assert "is now" not in what_was_lost([3], left(0, 1, 2), False, 0.0)
-    line = what_was_lost([1], left(0, 2, 3), True, 0.0)
+    assert "is now" not in who_is_gone(left(0, 1, 2), [3], [], False, 0.0, False)
+    line = who_is_gone(left(0, 2, 3), [1], [], True, 0.0, False)
     assert "Another process takes its place." in line and "Nobody" not in line
+    assert "Nobody takes over" in who_is_gone(left(0, 1), [2, 3], [], True, 0.0, False)  # on a host without members
 
 
 def test_one_line_says_who_left_or_why_all_end():
-    line = who_left([0, 2], left(1, 3), False)
+    line = who_is_gone(left(1, 3), [], [0, 2], False, 0.0123, True)
     assert line.startswith("rank 0 (process 10) and rank 2 (process 12) left on SIGTERM; the job goes on with 2 of its")
-    assert "rank 1 is now 0, 3 is now 1." in line
+    assert "rank 1 is now 0, 3 is now 1." in line and " ms" not in line
     assert too_few_left([3], [1], left(1, 3), 2) == (
         "rank 3 (process 13) got SIGTERM. All ranks end after this step, since training cannot go on with 1 rank: "
         "min_ranks=2."

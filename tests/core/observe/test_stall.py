@@ -135,9 +135,9 @@ def test_a_slow_operation_is_no_deadlock_and_two_communicators_of_one_name_can_h
 MEMBERS = Members(0, [Member(rank, rank, "a", 100 + rank, "a") for rank in range(3)])
 
 
-def aggregator(warning=30.0, abort=0.0):
+def aggregator(warning=30.0, abort=0.0, members=MEMBERS):
     channel, said = FakeChannel(size=3), []
-    return channel, StallAggregator(channel, MEMBERS, warning, abort, said.append), said
+    return channel, StallAggregator(channel, members, warning, abort, said.append), said
 
 
 def report_wait(channel, rank, missing, what, communicator="ring", seconds=5.0, number=0, operation_number=3, why=""):
@@ -276,7 +276,7 @@ def test_a_circle_is_no_deadlock_if_one_rank_has_begun_what_the_one_before_it_wa
 
 
 def test_a_circle_that_shares_a_rank_is_asked_about_once_the_other_is_over():
-    channel, stalls, _ = aggregator()
+    channel, stalls, _ = aggregator(members=Members(0, [Member(rank, rank, "a", 100 + rank, "a") for rank in range(5)]))
     circle_of_waits(channel)
     report_wait(channel, 0, [1, 3], "0: barrier()", "0", number=4, seconds=10)
     for rank, other in ((3, 4), (4, 0)):
@@ -439,3 +439,13 @@ def test_a_rank_answers_with_its_stack(watch):
     ((rank, kind, body),) = channel.take()
     assert (rank, kind, body["inquiry"]) == (0, "report_snapshot", 8)
     assert body["stack"][-1][2] == "process_snapshot"
+
+
+def test_waits_of_a_rank_without_which_the_job_goes_on_are_forgotten():
+    members = Members(0, [Member(rank, rank, "a", 100 + rank, "a") for rank in range(3)])
+    channel, stalls, said = aggregator(warning=1.0, members=members)
+    report_wait(channel, 1, [0], "ring: barrier()")
+    members.follow([0, 2], 1)
+    report_wait(channel, 1, [2], "late: barrier()", number=1)  # sent before it died
+    stalls.tick(time.monotonic())
+    assert channel.take() == [] and said == []

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from ring_plugins.core.control.ends import ListenProbe
+from ring_plugins.core.control.listen_probe import ListenProbe
 
 
 def found_by(probe, seconds=5.0):
