@@ -205,7 +205,7 @@ class Communicators:
 
     def recovering_communicators(self) -> dict[int, HostCommunicator]:
         """Those in use that go on when members are lost, by creation order."""
-        return {key: one for key, one in sorted(self._recovering.items()) if one.groups.is_open}
+        return {key: one for key, one in sorted(self._recovering.items()) if one.groups.node is not None}
 
     def operations(self) -> int:
         """How many operations this rank has finished, also with communicators that are gone."""

@@ -216,7 +216,7 @@ class Members:
 
     def are_on_several_hosts(self) -> bool:
         """Whether processes are, or were, on others."""
-        return any(one.domain != self.here.domain for one in self.known.values())
+        return len({one.domain for one in self.known.values()}) > 1
 
     def add(self, joiners: Iterable[Member]) -> None:
         """Know of processes that are to join, or have; `follow` makes them members."""

@@ -94,6 +94,7 @@ class SerialExecutor:
         statistics: what was executed so far.
         failure: the error, if any, after which nothing is executed any more.
         goes_on_after_mismatch: whether members are in step after a `MismatchError` of a blocking call.
+        number_base: what is added to the number of operations finished, so that all members give the next the same.
         members, wait: as given.
     """
 
@@ -106,7 +107,7 @@ class SerialExecutor:
         self.goes_on_after_mismatch = False
         self._recovery = recovery
         self._thread: QueueThread | None = None
-        self._number_base = 0  # added to the number of operations finished, see `renumber`
+        self.number_base = 0
         #: The thread that is in `run_synchronously`, 0 for none, and what it runs.
         self._synchronous_thread, self._synchronous = 0, ""
         # The current or last operation.
@@ -133,7 +134,7 @@ class SerialExecutor:
             fingerprint = after_rejections(fingerprint, wait.rejected) if wait.rejected else fingerprint
             part_of = work.description if inside and thread and (work := thread.current) else self._synchronous
             wait.part_of = part_of if part_of and not fingerprint.text.startswith(part_of) else ""
-            wait.number = number = self._number_base + statistics.operations
+            wait.number = number = self.number_base + statistics.operations
             wait.entered = number + 1
             self._fingerprint, wait.begun, waited_before = fingerprint, False, wait.waited_for_arrival
             self._began = began = time.monotonic()
@@ -169,15 +170,6 @@ class SerialExecutor:
             if recorder.on:
                 self._record("operation" if inside else "call", fingerprint.text, began, ended, waited)
             return result
-
-    def renumber(self, number: int) -> None:
-        """Give the next operation this number, since members that have given one up have not all finished equally many.
-
-        Args:
-            number: equal on all members.
-        """
-        self._number_base = number - self.statistics.operations
-        self.wait.rejected = 0
 
     def _record(self, kind: str, text: str, began: float, ended: float, waited: float) -> None:
         recorder.record(
@@ -243,7 +235,7 @@ class SerialExecutor:
         with self._lock:
             before, self.wait.rejected = self.wait.rejected, self.wait.rejected + 1
             if self.members is not None and self.failure.error is None:
-                self.members.reject(self._number_base + self.statistics.operations, before, operation, error)
+                self.members.reject(self.number_base + self.statistics.operations, before, operation, error)
 
     def _reject_now(self, text: str) -> None:
         self.failure.check()

@@ -104,7 +104,7 @@ class HostCommunicator(Communicator[HostMemory]):
         self._wait = wait
         self._executor: SerialExecutor = executor or SerialExecutor(name, wait, self.groups, self._recovery)
         if recovery is not None and self._recovery is not None:
-            recovery.watch(self._executor, self._recovery)
+            recovery.recovering[self._executor] = self._recovery
         self._follow(failure_detector)
         self.statistics = self._executor.statistics
         with wait.constructing(check_gather):
@@ -125,11 +125,11 @@ class HostCommunicator(Communicator[HostMemory]):
             failure_detector.watch(groups.key, self._executor.failure)
 
     def keep(self, ranks: Sequence[int], view: int) -> None:
-        """Go on with some members; arguments as in `HostGroups.keep`."""
-        if self.groups.is_open:
-            self.groups.keep(ranks, view)
-            self._executor.renumber(view << VIEW_SHIFT)
-            self._follow(None)
+        """Go on with some members; arguments as in `HostGroups.keep`. The communicator has not been closed."""
+        self.groups.keep(ranks, view)
+        # Members that have given up an operation have not all finished equally many.
+        self._executor.number_base, self._wait.rejected = (view << VIEW_SHIFT) - self.statistics.operations, 0
+        self._follow(None)
 
     def renew(
         self,

@@ -162,11 +162,6 @@ class HostGroups:
 
     # When members change ------------------------------------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the communicator has not been closed."""
-        return self.node is not None
-
     def keep(self, ranks: Sequence[int], view: int) -> None:
         """Continue with the members among these world ranks; none of them is in an operation.
 

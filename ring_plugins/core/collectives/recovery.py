@@ -83,47 +83,23 @@ class JobRecovery:
     """How the communicators of one job go on.
 
     Args:
-        go_on_without: has the survivors agree on behalf of a wait, and calls `keep` of all their communicators; raises
-            if they cannot go on.
+        agree: has the survivors agree on behalf of a wait, and calls `keep` of all their communicators; raises
+            `PeerFailed` if they cannot go on.
         replaces: whether other processes may join.
 
     Attributes:
-        replaces: as given.
+        agree, replaces: as given.
         confirmations: of a job on several hosts; None on one.
         recoveries: how often the ranks that are left have gone on.
+        recovering: how each communicator does.
     """
 
-    def __init__(self, go_on_without: Callable[[Wait], None], replaces: bool = False) -> None:
-        self._go_on_without, self.replaces = go_on_without, replaces
+    def __init__(self, agree: Callable[[Wait], None], replaces: bool = False) -> None:
+        self.agree, self.replaces = agree, replaces
         self.confirmations: Confirmations | None = None
         self.recoveries = 0
         self.in_use = threading.RLock()  # held during every whole
-        self._communicators: weakref.WeakKeyDictionary[SerialExecutor, Recovery] = weakref.WeakKeyDictionary()
-
-    def watch(self, executor: SerialExecutor, recovery: Recovery) -> None:
-        """Let the thread of a communicator give up when others have found a loss."""
-        self._communicators[executor] = recovery
-
-    def recover(self, executor: SerialExecutor, error: MembersLost) -> None:
-        """Go on without members that were lost, as all others do at this place.
-
-        Args:
-            executor: of the communicator in which they were.
-            error: says so.
-
-        Raises:
-            PeerFailed: the job does not go on.
-        """
-        started = [(one, recovery) for one, recovery in self._communicators.items() if recovery.has_started]
-        for one, recovery in started:  # their threads finish nothing of that
-            recovery.loss = recovery.loss or Loss(fresh(error), self.recoveries)
-            one.wait.given_up = recovery.loss.error
-        for one, recovery in started:
-            if not one.let_go():
-                raise RingError(f"{recovery.name}: its thread has not stopped after a rank was lost.")
-            one.wait.given_up = None
-        self._go_on_without(executor.wait)
-        self.recoveries += 1
+        self.recovering: weakref.WeakKeyDictionary[SerialExecutor, Recovery] = weakref.WeakKeyDictionary()
 
 
 class Loss(NamedTuple):
@@ -174,10 +150,20 @@ class Recovery:
 
     def follow(self, executor: SerialExecutor, error: MembersLost) -> None:
         """See the protocol. The executor's own thread leaves it to the script's."""
-        if not executor.is_on_thread():
-            self._job.recover(executor, error)
-        elif self.loss is None:
-            self.loss = Loss(fresh(error), self._job.recoveries)
+        job = self._job
+        if executor.is_on_thread():
+            self.loss = self.loss or Loss(fresh(error), job.recoveries)
+            return
+        started = [(one, recovery) for one, recovery in job.recovering.items() if recovery.has_started]
+        for one, recovery in started:  # their threads finish nothing of that
+            recovery.loss = recovery.loss or Loss(fresh(error), job.recoveries)
+            one.wait.given_up = recovery.loss.error
+        for one, recovery in started:
+            if not one.let_go():
+                raise RingError(f"{recovery.name}: its thread has not stopped after a rank was lost.")
+            one.wait.given_up = None
+        job.agree(executor.wait)
+        job.recoveries += 1
 
     def may_start(self, repeats: bool) -> bool:
         """See the protocol."""

@@ -335,6 +335,7 @@ class Consensus:
         accepted = [promise.accepted for promise in promises.values() if promise.accepted is not None]
         proposal = max(accepted)[1] if accepted else self._own_proposal()
         if proposal is None:
+            self.has_no_quorum = True
             return
         self._proposal, self._acceptances = proposal, {self.rank}
         self._accepted = self._ballot, proposal
@@ -353,13 +354,13 @@ class Consensus:
         return True
 
     def _own_proposal(self) -> Decision | None:
+        """What follows from the promises, None if too few of those that have answered reach each other."""
         kept: list[int] = []
         for rank in sorted(self._promises):
             silent = self._promises[rank].silent
             if not any(other in silent or rank in self._promises[other].silent for other in kept):
                 kept.append(rank)
         if len(kept) < len(self._promises) and not self._is_quorum(kept):
-            self.has_no_quorum = True
             return None
         left = {rank: committed for rank, committed in self._facts.left.items() if rank in self.members}
         promises = self._promises.values()

@@ -112,7 +112,7 @@ def _admit_all(world: World, join_barrier: _JoinBarrier) -> tuple[int, ...]:
         if next_one is None:  # members that have the result of the gather find a loss in it in their next operation
             break
         if mesh.pending is not None:  # they have found it here, since they have begun to let the process join
-            elastic.agree_on_members()
+            elastic.agree()
             break
         if not _admit_one(world, next_one, join_barrier):
             break
@@ -148,7 +148,7 @@ def _admit_one(world: World, joiner: Member, join_barrier: _JoinBarrier) -> bool
             agreement = prepare(world, everyone, joiner, join_barrier.place, admission.gather)
     except NotAdmitted:  # the joiner tells if it does not try again
         pass
-    world.elastic.agree_on_members(joining=[joiner.rank] if agreement is not None else ())
+    world.elastic.agree(joining=[joiner.rank] if agreement is not None else ())
     if joiner.rank not in mesh.joined:
         admission.give_up(listener)
         return False

@@ -224,7 +224,8 @@ class Segment:
             self.fd = -1
 
     def __del__(self) -> None:
-        self.close_file()
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class SharedBuffer:

@@ -6,7 +6,7 @@ and last the script's functions, which are told where all ranks are at the same 
 begin:
 
 - **A loss** is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the
-  others through `go_on_without`, and repeats the operation (collectives/recovery.py).
+  others through `agree`, and repeats the operation (collectives/recovery.py).
 - **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
   wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
   (`pending`).
@@ -84,7 +84,7 @@ class Elastic:
     ) -> None:
         self._job, self._members, self._peers, self._policy = job, members, peers, policy
         self.slot = slot
-        self.recovery = JobRecovery(self.go_on_without, policy.replaces)
+        self.recovery = JobRecovery(self.agree, policy.replaces)
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         self._followed = members.topology  # by all that this process has of the job
@@ -134,40 +134,37 @@ class Elastic:
         """How often the ranks of the job have changed."""
         return self._members.view
 
-    # Losses ---------------------------------------------------------------------------------------
+    # Each change --------------------------------------------------------------------------------------
 
-    def go_on_without(self, wait: Wait) -> None:
-        """Agree with the other survivors on who is left, and let all communicators go on with them.
+    def agree(self, wait: Wait | None = None, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> None:
+        """Agree with the others on who is a member, and let all communicators go on without those that are not.
+
+        Args:
+            wait: of the communicator that has found a loss; None outside of operations.
+            leaving: ranks that are to leave, as all know.
+            joining: a process for which this rank is prepared. If it joins, `follow_joined` is next.
 
         Raises:
             PeerFailed: too few are left, or a rank has failed by an exception meanwhile.
+            SystemExit: this rank leaves.
         """
-        began = time.monotonic()
-        lost = self._agree(wait)
-        if lost is None:  # this rank finds it in its next operation, as others do
-            return
-        self._follow(began, lost)
-
-    def agree_on_members(self, joining: Sequence[int] = ()) -> None:
-        """Agree on the next view, outside of operations, and go on without those it lacks.
-
-        Args:
-            joining: a process for which this rank is prepared. If it joins, `extend` is next.
-        """
-        began = time.monotonic()
-        lost = self._agree(Wait("membership", self._job.failure_detector), joining=joining)
-        if lost:
-            self._follow(began, lost)
-
-    def _agree(self, wait: Wait, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
-        """As `Mesh.agree`."""
-        assert self._job.failure_detector is not None
+        began, detector = time.monotonic(), self._job.failure_detector
         assert self.mesh is not None
+        assert detector is not None
         try:
-            return self.mesh.agree(wait, leaving, joining)
+            gone = self.mesh.agree(wait or Wait("membership", detector), leaving, joining)
         except PeerFailed:
-            self._job.failure_detector.aborted = True
+            detector.aborted = True
             raise
+        if self._members.own in leaving:
+            if self._peers is not None:
+                self._peers.own.leave()
+            if self.slot is not None:
+                self.slot.leave()
+            self._job.exit_from_job(0)
+        if gone is None or not (gone or wait):  # None: this rank finds it in its next operation, as others do
+            return
+        self._follow(began, [rank for rank in gone if rank not in leaving], leaving)
 
     def _follow(
         self, began: float, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()
@@ -239,7 +236,7 @@ class Elastic:
         Raises:
             SystemExit: on ranks that leave, and on all if too few would be left.
         """
-        began, members = time.monotonic(), self._members
+        members = self._members
         own = (members.own if self.preemption_notice.given else None, self._sees_joiners())
         asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.pending = self.pending.union(*seen)
@@ -251,15 +248,7 @@ class Elastic:
             if members.topology.rank == 0:
                 logger.warning(too_few_left(leaving, left, members, self._policy.min_ranks))
             self._job.exit_from_job(TERMINATED)
-        gone = self._agree(Wait("membership", self._job.failure_detector), leaving)
-        assert gone is not None
-        if members.own in leaving:
-            if self._peers is not None:
-                self._peers.own.leave()
-            if self.slot is not None:
-                self.slot.leave()
-            self._job.exit_from_job(0)
-        self._follow(began, [rank for rank in gone if rank not in leaving], leaving)
+        self.agree(leaving=leaving)
 
     def end_if_all_are_told(self) -> None:
         """End this process if all of the job are told to: one that takes no steps would have no other occasion.

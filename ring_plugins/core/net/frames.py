@@ -42,7 +42,7 @@ class FrameSocket:
     def __init__(self, connected: socket.socket, purpose: Purpose, longest: int = 1 << 63) -> None:
         connected.setblocking(False)
         configure(connected)
-        self.socket = connected
+        self.socket, self.fileno = connected, connected.fileno  # for selectors
         #: Bytes that wait to be sent.
         self.unsent = 0
         self._purpose = purpose
@@ -52,10 +52,6 @@ class FrameSocket:
         self._received: deque[bytes] = deque()
         #: Why sending failed first: the kernel tells an error once, to whoever reads or writes next.
         self._end: Disconnected | None = None
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self.socket.fileno()
 
     def allow_longest(self) -> None:
         """Accept messages as long as the purpose allows."""

@@ -39,7 +39,7 @@ def test_buffers_without_an_owner_cannot_be_made_anew():
 def test_closed_groups_take_any_call():
     one = groups(0, "a")
     one.close()
-    assert not one.is_open and one.bytes.barrier is None
+    assert one.node is None and one.bytes.barrier is None
 
 
 def test_after_a_loss_memory_stays_where_it_is_and_barriers_count_on_from_the_same_number(monkeypatch):

@@ -25,7 +25,7 @@ def test_a_loss_is_found_where_the_members_find_it_that_have_the_result(monkeypa
     found = []
     monkeypatch.setattr(joining, "_waiting_here", lambda world: [])
     elastic = SimpleNamespace(
-        mesh=SimpleNamespace(pending=[2]), pending=frozenset(), agree_on_members=lambda: found.append("here")
+        mesh=SimpleNamespace(pending=[2]), pending=frozenset(), agree=lambda: found.append("here")
     )
     members = SimpleNamespace(shards=3, taken_slots={0, 2})
     peers = SimpleNamespace(own=Liveness.create(0))
