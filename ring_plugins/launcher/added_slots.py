@@ -83,7 +83,7 @@ class AddedSlots:
 
     def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]]) -> None:
         self._size, self._most, self._in_use = size, max(most, size), size
-        self._num_hosts, self._again = len(ranks), Counter[int]()  # by host, slots it got that others had before
+        self._num_hosts = len(ranks)
         self._slots = [_Slot() for _ in range(self._most)]
         for host, of_host in enumerate(ranks):
             for slot in of_host:
@@ -114,7 +114,7 @@ class AddedSlots:
             number: how many.
             hosts: numbers and names of those that may get them; each slot goes to one that has the fewest then.
         """
-        if rejection := self.rejection(number) or self._rejection_of(hosts, number):
+        if rejection := self.rejection(number):
             return rejection
         given = self._give_out(self._free()[:number], list(hosts))
         is_named = self._num_hosts > 1 or max(given) > 0  # else the job has one host
@@ -130,20 +130,6 @@ class AddedSlots:
         if number > free:
             found = f"{free or 'none'} of the job's {self._most} slots (--max-ranks {self._most})"
             return f"no: {number} asked for, but {found} {'are' if free > 1 else 'is'} free"
-        return ""
-
-    def _rejection_of(self, hosts: Mapping[int, str], number: int) -> str:
-        """Why these hosts cannot have so many more slots, "" if they can; arguments as for `add`."""
-        for host, slots in self._divided(self._free()[:number], list(hosts)).items():
-            all_of_host = world_ranks(host, self._num_hosts if host < self._num_hosts else None, self._most)
-            left = max(0, len(all_of_host) - self._again[host])
-            wanted = sum(self._slots[slot].attempt >= 0 for slot in slots)
-            if wanted > left:
-                return (
-                    f"no: {hosts[host]} can start at most {left} more processes in the places of lost ranks, not "
-                    f"{wanted}: each needs a number that no other process of the job has had, and a host has few of "
-                    "them. Start the others on another host"
-                )
         return ""
 
     def _divided(self, slots: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
@@ -165,7 +151,6 @@ class AddedSlots:
             for number in of_host:
                 slot = self._slots[number]
                 slot.host, slot.attempt, slot.has_joined = host, slot.attempt + 1, False
-                self._again[host] += slot.attempt > 0
                 self._in_use = max(self._in_use, number + 1)
         return given
 

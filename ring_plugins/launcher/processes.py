@@ -11,8 +11,8 @@
 
 Process groups alone would not do: mpirun, shells and data loaders make sessions of their own.
 
-A script that has spawned its ranks waits for them itself (core/rendezvous/spawn.py). It is the user's process, whose
-other children and handlers of signals must stay as they are, and the core imports no launcher.
+A script that has spawned its ranks waits for them itself, by the same rule (core/rendezvous/spawn.py). It is the user's
+process, whose other children and handlers of signals must stay as they are, so it adopts and searches nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.linux.process import STOPPED, adopt_orphans, children, descendants, end_with_parent, state
+from ring_plugins.core.linux.process import adopt_orphans, children, descendants, end_with_parent, wait_until_over
 
 #: Seconds that the other processes get to end with their own errors, once the job is over.
 GRACE_SECONDS = 8.0
@@ -169,24 +169,25 @@ class Processes:
         next_search = time.monotonic() + _ORPHAN_SECONDS
         had_orphans = is_terminated = False
         trouble = None
-        while left := running():
+
+        def look(left: Sequence[Popen]) -> bool:
+            nonlocal over, next_search, had_orphans, is_terminated, trouble
             now = time.monotonic()
             if over is None and (self.ending is not None or (trouble := find_trouble()) is not None):
                 over = now
-            if over is not None:
-                delay = _INTERRUPT_SECONDS if self.ending == signal.SIGINT else 0.0
-                # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
-                if (self.ending or trouble) and not is_terminated and now - over >= delay:
-                    is_terminated = True
-                    before_end()
-                    for process in left:
-                        process.terminate()
-                if now - over > GRACE_SECONDS or all(state(process.pid) in STOPPED for process in left):
-                    break
+            delay = _INTERRUPT_SECONDS if self.ending == signal.SIGINT else 0.0
+            # After a failure the ranks notify each other. After a signal, or if a rank never came, nobody does.
+            if over is not None and (self.ending or trouble) and not is_terminated and now - over >= delay:
+                is_terminated = True
+                before_end()
+                for process in left:
+                    process.terminate()
             if now > next_search:
                 next_search = now + _ORPHAN_SECONDS
                 had_orphans = self._kill_orphans_of_idle_processes(had_orphans)
-            time.sleep(0.02)
+            return over is not None
+
+        wait_until_over(running, look, GRACE_SECONDS, 0.02)
         _kill_all(self.started, self.helpers)
         return trouble
 

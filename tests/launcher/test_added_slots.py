@@ -61,19 +61,6 @@ def test_what_a_lost_host_had_and_what_waits_behind_it_is_given_out_anew():
     assert slots.note_end(0, []) == [4] and told(slots) == [], "nobody is left"
 
 
-def test_no_host_gets_more_places_of_lost_ranks_than_it_has_numbers_for_processes():
-    slots = growing(most=40, ranks=(16, 16))
-    assert slots.note_end(1, []) == [] and not told(slots)
-    new = {2: "host3"}
-    assert slots._rejection_of(new, 15).startswith(
-        "no: host3 can start at most 14 more processes in the places of lost"
-    )
-    assert not slots._rejection_of({0: "host1"}, 16)
-    assert slots._rejection_of(new, 14) == "" and slots.add(10, new).startswith("ok: ranks 16")
-    assert "at most 4 more processes in the places of lost ranks, not 6:" in slots._rejection_of(new, 6)
-    assert slots._rejection_of(new, 4) == ""
-
-
 def test_no_two_hosts_have_the_same_numbers_for_processes():
     numbers = [one for host in range(3) for one in world_ranks(host, 3, 8)]
     numbers += [one for host in range(3, 3 + MOST_ADDED) for one in world_ranks(host, None, 0)]

@@ -35,16 +35,6 @@ def test_added_ranks_go_to_hosts_that_have_ranks():
         assert found.add_ranks(1, None) == "no: the job ends"
 
 
-def test_a_host_is_not_added_for_more_places_of_lost_ranks_than_it_can_fill():
-    hosts, logins = [("host1", range(16)), ("host2", range(16, 32))], Logins()
-    with Coordinator(hosts, Processes(), print, 0, most=32, takes_requests=True, logins=logins) as of:
-        of._started, of._hosts[1].is_lost = {}, True
-        of._give_out_anew(of._hosts[1])
-        assert of.add_ranks(15, "host3").startswith("no: host3 can start at most 14 more processes in the places of")
-        assert not logins.started and len(of._hosts) == 2
-        assert of.add_ranks(14, "host3").startswith("ok: ranks 16") and logins.started == [("host3", 2)]
-
-
 @pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("min_ranks", [1, 2, 3])
 def test_nobody_is_advised_to_add_ranks_to_a_job_that_is_over(is_over, min_ranks):

@@ -8,8 +8,10 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: States of a process that does nothing until it is continued, not even end.
@@ -163,6 +165,30 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def wait_until_over(
+    running: Callable[[], Sequence[Any]], look: Callable[[Sequence[Any]], bool], grace: float, tick: float
+) -> None:
+    """Wait for processes to end. Once their job is over, they get some seconds more.
+
+    Stopped ones (Ctrl-Z, SIGSTOP) cannot use these seconds: if no other runs, nobody is waited for.
+
+    Args:
+        running: returns those that have not ended.
+        look: called regularly with these; returns whether the job is over.
+        grace: seconds that they get then.
+        tick: seconds between two looks.
+    """
+    over: float | None = None
+    while left := running():
+        if look(left) and over is None:
+            over = time.monotonic()
+        if over is not None and (
+            time.monotonic() - over > grace or all(state(process.pid) in STOPPED for process in left)
+        ):
+            return
+        time.sleep(tick)
 
 
 def first_cause(codes: Mapping[int, int], ended: Sequence[int], has_followed: Callable[[int], bool]) -> int:

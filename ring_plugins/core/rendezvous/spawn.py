@@ -33,14 +33,13 @@ from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import (
-    STOPPED,
     as_status,
     end_with_parent,
     ending,
     first_cause,
     memory_kills,
     silent_end,
-    state,
+    wait_until_over,
 )
 from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous import record
@@ -349,30 +348,23 @@ def _spawn(ranks: int) -> SharedMemoryRendezvous:
 def wait_for_children(failed: bool) -> int:
     """Wait for spawned ranks to end, and return the job's exit status.
 
-    Once a rank has failed, this one included, the others have some seconds to end before they are killed. A stopped
-    one (Ctrl-Z, SIGSTOP) cannot use them.
+    Once a rank has failed, this one included, the others have some seconds to end before they are killed.
 
     Args:
         failed: whether this process failed.
     """
     children = _rendezvous.children if _rendezvous is not None else []
-    deadline = time.monotonic() + _GRACE if failed else None
     ended: list[int] = []
-    while True:
-        running = [child for child in children if child.poll() is None]
-        ended += [rank for rank, one in enumerate(children, 1) if one.returncode is not None and rank not in ended]
-        if not running:
-            break
-        if deadline is None and any(child.returncode for child in children):
-            deadline = time.monotonic() + _GRACE
-        if deadline is not None and (
-            time.monotonic() > deadline or all(state(child.pid) in STOPPED for child in running)
-        ):
-            for child in running:
-                child.kill()
-                child.wait()
-            break
-        time.sleep(0.005)
+
+    def running() -> list[subprocess.Popen[bytes]]:
+        left = [child for child in children if child.poll() is None]
+        ended.extend(rank for rank, one in enumerate(children, 1) if one.returncode is not None and rank not in ended)
+        return left
+
+    wait_until_over(running, lambda _: failed or any(child.returncode for child in children), _GRACE, 0.005)
+    for child in children:
+        child.kill()
+        child.wait()
     codes = {rank: child.returncode for rank, child in enumerate(children, start=1) if child.returncode}
     if not codes:
         return 0
