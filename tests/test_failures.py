@@ -26,7 +26,7 @@ def goes_wrong():
     report("wrong", time.time())
 """
 
-# numpy's steps start in a tenth of the time of torch's; torch's have hooks and buckets.
+# numpy's steps start in a tenth of the time of torch's; torch's have hooks and buckets, and need no compiler.
 NUMPY = """
 import numpy
 def make_step():
@@ -34,6 +34,8 @@ def make_step():
     return lambda: ring.all_reduce(gradients, wait=False).wait()
 """
 TORCH = """
+from tests.campaigns.light_torch import import_torch
+import_torch()
 import torch
 from ring_plugins.torch import DistributedOptimizer
 torch.manual_seed(0)

@@ -59,6 +59,8 @@ INIT = "at(host.HostGroups, 'connect'); attempt(lambda: (ring.init(), ring.barri
 INIT_EARLIER = "at(LocalPeers, 'map', once_gone=True); attempt(ring.init)"
 WORLD = "ring.init(); at({}); attempt(lambda: world.current().new_communicator('x').barrier())"
 AVERAGER = """
+from tests.campaigns.light_torch import import_torch
+import_torch()
 import torch, ring_plugins.torch as rt
 ring.init(); at({})
 attempt(lambda: rt.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)))

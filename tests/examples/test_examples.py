@@ -9,6 +9,8 @@ from tests.java import java_environment, spark_home
 from tests.launch import REPOSITORY, Result, run_ranks
 
 EXAMPLES = REPOSITORY / "examples"
+#: Nothing that is installed is hidden from Keras (tests/python_path).
+ALL = {"HIDDEN_PACKAGES": ""}
 CLOSING_LINE = re.compile(
     r"^ranks (?P<ranks>\d+), (?P<seconds>[\d.]+) s, validation accuracy (?P<accuracy>[\d.]+), "
     r"(?P<waiting>\d+)% of a step spent waiting for communication$",
@@ -108,7 +110,7 @@ def test_keras_gpt_resumes_and_writes(backend, tmp_path):
     shortened = ["--files", "2", "--checkpoint", str(tmp_path / "gpt.keras"), "--epochs"]
     line = r"^ranks 2, epochs (\d) to (\d), loss ([\d.]+)\n(def .*)"
     run = lambda epochs: run_ranks(  # noqa: E731 - twice the same
-        EXAMPLES / "keras_gpt.py", 2, args=[*shortened, epochs], env={"KERAS_BACKEND": backend}, timeout=280
+        EXAMPLES / "keras_gpt.py", 2, args=[*shortened, epochs], env={"KERAS_BACKEND": backend, **ALL}, timeout=280
     )
     first, second = closing(run("1"), line), closing(run("2"), line)
     assert (first[1], first[2], second[1], second[2]) == ("0", "1", "1", "2")
@@ -119,7 +121,7 @@ def test_keras_gpt_resumes_and_writes(backend, tmp_path):
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_keras_gan(backend):
     result = run_ranks(
-        EXAMPLES / "keras_gan.py", 2, args=["--epochs", "1"], env={"KERAS_BACKEND": backend}, timeout=280
+        EXAMPLES / "keras_gan.py", 2, args=["--epochs", "1"], env={"KERAS_BACKEND": backend, **ALL}, timeout=280
     )
     closing(result, r"^ranks 2, epochs 1, critic_loss [\d.]+, generator_loss [\d.]+$")
 
@@ -158,7 +160,7 @@ def test_notebook(name):
     cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
     interactive = "import sys\nsys.ps1 = '>>> '"  # by which Lightning knows a notebook
     code = "\n\n".join([interactive, *("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")])
-    result = run_ranks(code, 1, env={"MPLBACKEND": "Agg", "KERAS_BACKEND": "tensorflow"}, timeout=280)
+    result = run_ranks(code, 1, env={"MPLBACKEND": "Agg", "KERAS_BACKEND": "tensorflow", **ALL}, timeout=280)
     assert float(closing(result, r"^accuracy ([\d.]+)$")[1]) >= 0.85
     assert name == "lightning" or "\nTrue" in result.stdout
 

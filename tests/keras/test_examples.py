@@ -27,7 +27,9 @@ def accuracy(result: Result, ranks: int) -> float:
     ],
 )
 def test_digits(backend, launcher):
-    result = run_ranks(EXAMPLES / "keras_digits.py", 2, launcher, env=environment(backend), timeout=280)
+    result = run_ranks(
+        EXAMPLES / "keras_digits.py", 2, launcher, env=environment(backend, HIDDEN_PACKAGES=""), timeout=280
+    )
     assert accuracy(result, 2) >= 0.97
     assert result.stdout.count("Epoch 20/20") == 1, f"progress comes from one rank\n{result}"
 
@@ -37,7 +39,11 @@ def test_digits(backend, launcher):
 def test_image_folder_resumes(backend, tmp_path):
     where = ["--images", str(tmp_path / "images"), "--checkpoint", str(tmp_path / "model.keras")]
     run = lambda epochs: run_ranks(  # noqa: E731 - twice the same
-        EXAMPLES / "keras_imagefolder.py", 2, args=[*where, "--epochs", epochs], env=environment(backend), timeout=280
+        EXAMPLES / "keras_imagefolder.py",
+        2,
+        args=[*where, "--epochs", epochs],
+        env=environment(backend, HIDDEN_PACKAGES=""),
+        timeout=280,
     )
     accuracy(run("3"), 2)
     second = run("6")

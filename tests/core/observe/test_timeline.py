@@ -23,6 +23,8 @@ TRAIN = """
 import os, sys, time
 import ring_plugins as ring
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
+from tests.campaigns.light_torch import import_torch
+import_torch()
 import torch
 from ring_plugins.torch import DistributedOptimizer, Timeline
 from tests.worker import report, report_pid
