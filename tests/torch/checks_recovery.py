@@ -5,6 +5,11 @@ TEST_OPTIONS are those of the optimizer.
 At the point "SIGTERM" a rank gets that signal in its forward, and leaves after the step.
 """
 
+from tests.campaigns.light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()
+
 import json
 import os
 import signal

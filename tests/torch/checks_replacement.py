@@ -9,6 +9,11 @@ on several hosts the number may be followed by a host, and TEST_WHERE says where
 TEST_REMOTE_JOINERS has the slots of a lost host for which members wait then.
 """
 
+from tests.campaigns.light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()
+
 import json
 import os
 import socket
