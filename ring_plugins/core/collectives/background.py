@@ -164,13 +164,15 @@ class QueueThread:
     Attributes:
         current: the work that runs now; None between works, and while callbacks run.
         late: threads in callbacks for which the queue waits no longer.
+        unfinished: works that were given and have not ended.
+        ident: of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self.current: BackgroundWork[Any] | None = None
         self._name = name
         self._queue: queue.SimpleQueue[BackgroundWork[Any] | None] = queue.SimpleQueue()
-        self._unfinished = 0
+        self.unfinished = 0
         self._lock = threading.Lock()
         self._callback_of = ""  # the work whose callbacks hold the queue
         self.late: set[int] = set()
@@ -179,12 +181,13 @@ class QueueThread:
         self._ended = threading.Event()
         self._thread = HelperThread(self._serve, f"ring:{name}")
         self._thread.start()
+        self.ident = self._thread.ident
 
     def give(self, work: BackgroundWork[Any]) -> None:
         """Queue a work, or run it if a callback gives it."""
         at_once = self._callback_of and self.is_current()
         with self._lock:
-            self._unfinished += 1
+            self.unfinished += 1
             if not at_once:
                 self._queue.put(work)
         if at_once:
@@ -209,21 +212,18 @@ class QueueThread:
                 f"{work.description}, which the same thread runs behind it. Wait for it in the script's own thread."
             )
 
-    def is_idle(self) -> bool:
-        return self._unfinished == 0
-
     def is_next(self, work: BackgroundWork[Any]) -> bool:
         """Whether a work that has not finished has none before it, so that another thread may run it."""
-        return self._unfinished == 1 and not self._callback_of
+        return self.unfinished == 1 and not self._callback_of
 
     def wait_until_idle(self, seconds: float) -> None:
         """Return when no work is left, after `seconds` at the latest."""
         end = time.monotonic() + seconds
-        while self._unfinished and self._thread.is_alive() and time.monotonic() < end:
+        while self.unfinished and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
 
     def is_current(self) -> bool:
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self.ident
 
     def check_place(self, operation: str) -> None:
         """Raise if a callback calls an operation, and the queue has gone on without it."""
@@ -264,7 +264,7 @@ class QueueThread:
         if callbacks:
             self._run_callbacks(work.description, callbacks)
         with self._lock:
-            self._unfinished -= self.is_current()  # else the stand-in has counted it
+            self.unfinished -= self.is_current()  # else the stand-in has counted it
 
     def _run_callbacks(self, description: str, callbacks: list[Callable[[], object]]) -> None:
         if self._stand_in is None:
@@ -286,7 +286,7 @@ class QueueThread:
         waiting, computed = 0.0, -1.0
         while not self._ended.wait(_LOOK):
             with self._lock:
-                ident = self._thread.ident or 0
+                ident = self.ident or 0
                 # The callback may wait for a thread of ours that waits for other ranks.
                 waits_for_ranks = any(thread != threading.main_thread().ident for thread in list(long_waits))
                 if not self._callback_of or self._queue.empty() or waits_for_ranks:
@@ -300,7 +300,8 @@ class QueueThread:
                 self.late.add(ident)
                 callback_of, was_told, self._was_told = self._callback_of, self._was_told, True
                 self._thread, self._stand_in = threading.current_thread(), None  # type: ignore[assignment]
-                self._callback_of, self._unfinished = "", self._queue.qsize()
+                self.ident = threading.get_ident()
+                self._callback_of, self.unfinished = "", self._queue.qsize()
             if not was_told:
                 where = f" at {where}" if (where := place_of_thread(ident)) else ""
                 logger.warning(

@@ -123,9 +123,10 @@ class SerialExecutor:
         """
         fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose.text) else fingerprint
         thread, synchronous = self._thread, self._synchronous_thread
-        on_thread = thread is not None and thread.is_current()
-        inside = on_thread or (synchronous != 0 and synchronous == threading.get_ident())
-        if thread is not None and not inside and (thread.late or not thread.is_idle()):
+        caller = threading.get_ident()
+        on_thread = thread is not None and thread.ident == caller
+        inside = on_thread or synchronous == caller
+        if thread is not None and not inside and (thread.late or thread.unfinished):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
             failure, wait, statistics, recovery = self.failure, self.wait, self.statistics, self._recovery
@@ -206,7 +207,7 @@ class SerialExecutor:
         """Wait some seconds for the executor's thread to become idle; returns whether it is."""
         if self._thread is not None:
             self._thread.wait_until_idle(_LET_GO)
-        return self._thread is None or self._thread.is_idle()
+        return self._thread is None or not self._thread.unfinished
 
     def _fail_by_mismatch(self, text: str, error: MismatchError, inside: bool) -> None:
         """Break the communicator, unless all members have seen the error in a blocking call and are in step."""
@@ -229,7 +230,7 @@ class SerialExecutor:
 
     def _tell_rejection(self, operation: str, error: BaseException) -> None:
         thread = self._thread
-        if thread is not None and not thread.is_current() and not thread.is_idle():
+        if thread is not None and not thread.is_current() and thread.unfinished:
             self._queue("rejection", lambda: self._tell_rejection(operation, error))
             return
         with self._lock:
@@ -303,7 +304,7 @@ class SerialExecutor:
             MembersLost: members are lost, and the others go on; the caller may repeat it.
         """
         thread = self._thread
-        if thread is not None and not at_once and not thread.is_idle():
+        if thread is not None and not at_once and thread.unfinished:
             return self.start(description, function).wait()
         with self._lock:
             self.wait.caller_blocked_since = began = time.monotonic()

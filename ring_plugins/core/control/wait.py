@@ -100,10 +100,13 @@ class PeerRejected(MismatchError):
 
 
 class Background(Protocol):
-    """The operations of a communicator that another thread runs."""
+    """The operations of a communicator that another thread runs.
 
-    def is_idle(self) -> bool:
-        """Whether none is queued or under way."""
+    Attributes:
+        unfinished: how many are queued or under way.
+    """
+
+    unfinished: int
 
 
 #: Long waits of this process, by thread, and by ("stream", handle) for those of GPUs. Other threads read it.
@@ -182,7 +185,7 @@ class Wait:
 
     def will_enter(self, number: int) -> bool:
         """Whether this rank has begun the operation of this number, or may without its script."""
-        return self.entered > number or (self.background is not None and not self.background.is_idle())
+        return self.entered > number or (self.background is not None and self.background.unfinished > 0)
 
     def waited_so_far(self) -> float:
         """`waited_for_arrival` including the wait under way, if there is one."""

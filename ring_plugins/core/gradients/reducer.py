@@ -253,7 +253,12 @@ class GradientReducer:
             self.passes += 1
             if not self._overlap.finished:
                 self._overlap.pass_ended(time.perf_counter())
-            steps.end_step(self.reduced_bytes - self._bytes_before)
+            now = time.monotonic()
+            if recorder.on and steps.ended:
+                recorder.record("step", f"step {steps.count}", int(steps.ended[-1][0] * 1e9), int(now * 1e9))
+            nbytes = self.reduced_bytes - self._bytes_before
+            steps.ended.append((now, steps.count, steps.waiting, steps.moving, steps.gpu_wait, nbytes))
+            steps.count += 1
         except BaseException as error:
             # Nobody will wait for the buckets under way, whose memory the next pass writes to.
             under_way = [work for work in self._works if not work.done()]

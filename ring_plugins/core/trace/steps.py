@@ -13,11 +13,8 @@ there; rank 0, which compares the ranks, can (`core.observe.step_breakdown`).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import NamedTuple
-
-from ring_plugins.core.trace.recorder import recorder
 
 #: Steps kept until they are taken, which happens every second or so.
 _KEPT = 4096
@@ -47,6 +44,9 @@ class StepClock:
     Attributes:
         count: number of finished steps.
         waiting, moving: seconds in which the script was blocked, in total.
+        gpu_wait: seconds that the GPU waited for communication in the step that was timed last.
+        ended: of the last steps, the time of their end, and at that time the four above; then the bytes of the step.
+            Whoever has averaged all gradients of a pass appends this, and counts.
         on_gpu: whether the GPU's waits are known, and count as moving.
     """
 
@@ -56,13 +56,10 @@ class StepClock:
     def restart(self) -> None:
         """Forget everything, for a new job."""
         self.count = 0
-        self.waiting = self.moving = 0.0
-        self._ended = 0.0
-        self._waiting_before = self._moving_before = 0.0
-        self._steps: deque[Step] = deque(maxlen=_KEPT)
+        self.waiting = self.moving = self.gpu_wait = 0.0
+        self.ended: deque[tuple[float, int, float, float, float, int]] = deque(maxlen=_KEPT + 1)
         self.on_gpu = False
-        #: Number of the step that was timed last, and how long the GPU waited for communication in it.
-        self._timed_step, self._gpu_wait = -1, 0.0
+        self._timed_step = -1
 
     def add_blocked_time(self, seconds: float, waiting: float) -> None:
         """Count time in which a collective blocked the script, `waiting` of it until all members had arrived."""
@@ -74,25 +71,19 @@ class StepClock:
         """Count time of a step that was timed, in which the GPU had nothing to do but to wait for communication."""
         self.on_gpu = True
         if step != self._timed_step:
-            self._timed_step, self._gpu_wait = step, 0.0
-        self._gpu_wait += seconds
-
-    def end_step(self, nbytes: int) -> None:
-        """End the step: all gradients of a pass, `nbytes` bytes, are averaged."""
-        now = time.monotonic()
-        if self._ended:
-            waiting, moving = self.waiting - self._waiting_before, self.moving - self._moving_before
-            moving += min(self._gpu_wait, max(0.0, now - self._ended - waiting - moving))
-            computing = max(0.0, now - self._ended - waiting - moving)
-            self._steps.append(Step(self.count, computing, waiting, moving, nbytes))
-            if recorder.on:
-                recorder.record("step", f"step {self.count}", int(self._ended * 1e9), int(now * 1e9))
-        self._ended, self._waiting_before, self._moving_before = now, self.waiting, self.moving
-        self.count += 1
+            self._timed_step, self.gpu_wait = step, 0.0
+        self.gpu_wait += seconds
 
     def take(self) -> list[Step]:
-        """The steps since the last call."""
-        return [self._steps.popleft() for _ in range(len(self._steps))]
+        """The steps since the last call; not the first one of all, of which nobody knows when it began."""
+        found = []
+        while len(self.ended) > 1:
+            began, _, waiting_before, moving_before, _, _ = self.ended.popleft()
+            ended, number, waiting, moving, gpu_wait, nbytes = self.ended[0]
+            waiting, moving = waiting - waiting_before, moving - moving_before
+            moving += min(gpu_wait, max(0.0, ended - began - waiting - moving))
+            found.append(Step(number, max(0.0, ended - began - waiting - moving), waiting, moving, nbytes))
+        return found
 
 
 #: The steps of this process.

@@ -164,7 +164,7 @@ def the_wait_for_a_work() -> None:
             work.wait()
         except TimeIsUp:
             assert not any(
-                thread.name == "ring:tested" and communicator._executor._thread._unfinished
+                thread.name == "ring:tested" and communicator._executor._thread.unfinished
                 for thread in threading.enumerate()
             ), "the reduction goes on in the background"
             raise

@@ -35,7 +35,7 @@ def test_an_operation_gets_its_arguments_and_the_fingerprint(executor):
 def test_an_idle_executor_runs_in_the_callers_thread(executor):
     assert executor.run(OPERATION, thread_name) == threading.current_thread().name
     executor.start("nothing", lambda: None).wait()
-    while executor._thread is not None and not executor._thread.is_idle():
+    while executor._thread is not None and executor._thread.unfinished:
         time.sleep(0.001)
     assert executor.run(OPERATION, thread_name) == threading.current_thread().name
 
@@ -60,7 +60,7 @@ def test_a_busy_executor_runs_it_after_what_was_started_before(executor):
     executor.start("first", lambda: (gate.wait(60), log.append("first")))
 
     def let_go_once_the_second_waits():
-        while executor._thread._unfinished < 2:
+        while executor._thread.unfinished < 2:
             time.sleep(0.001)
         gate.set()
 

@@ -411,7 +411,7 @@ def test_a_rank_that_has_begun_or_queued_what_the_other_waits_in_is_in_no_deadlo
     watch.tick(time.monotonic())
     number = channel.take()[0][2]["number"]
     wait = Wait("weights", None, 2)
-    wait.entered, wait.background = entered, SimpleNamespace(is_idle=lambda: is_idle)
+    wait.entered, wait.background = entered, SimpleNamespace(unfinished=int(not is_idle))
     deadlock = {"needs": ["weights #2", 7, 0]}
     channel.receive(0, "confirm_wait", {"number": number, "deadlock": deadlock})
     assert channel.take() == [(0, "answer_wait", {"waits": waits, "deadlock": deadlock})]
