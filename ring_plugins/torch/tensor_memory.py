@@ -123,3 +123,30 @@ def is_shared(gradient: torch.Tensor) -> bool:
     storage = gradient.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)
     return uses > 2  # the gradient itself, and `storage`
+
+
+def view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient's place in a bucket: no view as autograd knows them, which scripts could not `detach_()`."""
+    strides = parameter.stride() if parameter.numel() and is_dense(parameter) else _contiguous_strides(parameter)
+    empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+    return empty.set_(bucket.untyped_storage(), bucket.storage_offset() + offset, parameter.shape, strides)
+
+
+def laid_out(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout of all ranks and in memory that nothing shares; a copy if autograd's is neither.
+
+    Its layout is that of its parameter, or without gaps if that has some.
+    """
+    strides = gradient.stride()
+    has_layout = (strides == parameter.stride() and gradient.is_contiguous()) or strides == (  # the usual case first
+        parameter.stride() if is_dense(parameter) else _contiguous_strides(parameter)
+    )
+    if not has_layout or gradient.requires_grad or gradient.is_conj() or gradient.is_neg() or is_shared(gradient):
+        with torch.no_grad():
+            parameter.grad = memory_like(parameter).copy_(gradient)
+        return parameter.grad
+    return gradient
+
+
+def _contiguous_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, device="meta").stride()

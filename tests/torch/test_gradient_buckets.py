@@ -1,6 +1,7 @@
-"""Buckets and the layout of gradients, with one rank."""
+"""Buckets, the layout of gradients, what scripts keep of them, and what a repeated pass needs no copy of."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,14 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gpu import nccl
 from ring_plugins.core.gradients.fusion import BucketSizes
-from ring_plugins.torch import gradient_buckets
+from ring_plugins.torch import GradientAverager, gradient_buckets
 from ring_plugins.torch.gradient_buckets import GradientBuckets
+from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.core.collectives.thread_ranks import on_thread_ranks
+
+#: Has exact averages over 1, 2 and 3 ranks.
+UNIT = 6.0
+COUNTS = (10, 300, 300_000)
 
 
 def buckets_for(*parameters, sizes=None, gathers_sparse=True, communicator=None):
@@ -206,3 +212,154 @@ def test_a_complex_parameter_without_gradient_on_some_ranks(ranks_with_gradient,
 
     expected = [complex(1, -2)] * 3 if ranks_with_gradient else None
     assert on_thread_ranks(2, rank_of) == [[[complex(0.5, 1)] * 3, expected]] * 2
+
+
+# What a script keeps, or made itself ---------------------------------------------------------------
+
+
+class Trained:
+    """A layer and its buckets, for a communicator that doubles what it reduces."""
+
+    def __init__(self):
+        class Doubling(SingleCommunicator):
+            def all_reduce(self, memory, op, codec=None):
+                super().all_reduce(memory, op)
+                memory.array[:] *= 2
+
+        self.layer = nn.Linear(3, 2)
+        sizes = BucketSizes(1 << 20, 1 << 20)
+        self.buckets = buckets_for(self.layer.weight, self.layer.bias, sizes=sizes, communicator=Doubling("test"))
+
+    def train(self, factor):
+        (self.layer(torch.ones(1, 3)) * factor).sum().backward()
+        self.buckets.reducer.finish(self.buckets.fill)
+        self.buckets._give_back()
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda gradient: gradient,
+        lambda gradient: gradient.view(-1),
+        lambda gradient: gradient[1:],
+        lambda gradient: gradient.numpy(),
+        torch.from_dlpack,
+    ],
+    ids=["gradient", "view", "part", "numpy", "DLPack"],
+)
+def test_what_is_kept_keeps_its_values_and_the_next_average_has_memory_of_its_own(keep):
+    trained = Trained()
+    trained.train(1.0)
+    kept = keep(trained.layer.weight.grad)
+    assert (kept == 2).all()
+    for factor in (5.0, 7.0):
+        trained.layer.zero_grad()
+        trained.train(factor)
+        assert (kept == 2).all()
+        assert (trained.layer.weight.grad == 2 * factor).all()
+
+
+def test_what_nobody_keeps_lives_in_the_bucket():
+    trained = Trained()
+    places = []
+    for _ in range(3):
+        trained.layer.zero_grad()
+        trained.train(1.0)
+        places.append(trained.layer.weight.grad.data_ptr())
+    assert len(set(places)) == 1
+
+
+def test_a_gradient_that_a_script_made_stays_and_gets_the_average():
+    trained = Trained()
+    buffer = torch.zeros(8)
+    made = buffer[:6].view(2, 3)
+    trained.layer.weight.grad, trained.layer.bias.grad = made, buffer[6:]
+    trained.train(3.0)
+    assert trained.layer.weight.grad is made
+    assert (buffer == 6).all()
+
+
+# What autograd still has, where ranks may be lost ---------------------------------------------------
+
+
+def train(rank, model, steps, zero, number, how, overlap):
+    """Averages of all steps, and the bytes that were copied for a repetition."""
+    communicator = rank.communicator("gradients")
+    averager = GradientAverager(model, communicator=communicator, bucket_bytes=4096, overlap=overlap)
+    first, found, addresses = rank.barriers, [], []
+    model[-1].register_post_accumulate_grad_hook(lambda p: addresses.append(p.grad.data_ptr()))
+    if rank.rank == 1:
+        rank.dies = lambda at: how if at - first == number else None
+    for step in range(steps):
+        zero(model)
+        before = [p.grad for p in model]
+        sum((p * torch.full_like(p, UNIT * 3**rank.rank * (step + 1))).sum() for p in model).backward()
+        if before[-1] is not None:
+            assert all(now.grad is then for now, then in zip(model, before, strict=True))
+        found.append([sorted(set(p.grad.tolist())) for p in model])
+        addresses.append(model[-1].grad.data_ptr())
+    copies = averager._buckets.reducer.kept._copies
+    return found, sum(copy.nbytes for copy in copies.values()), addresses
+
+
+def no_job(monkeypatch):
+    """The ranks are threads: nobody joins or leaves."""
+    world = SimpleNamespace(is_joining=False, replaces=False, elastic=SimpleNamespace(view=0, wants_change=False))
+    for module in ("consistency", "gradients"):
+        monkeypatch.setattr(f"ring_plugins.torch.{module}.current", lambda: world)
+    monkeypatch.setattr("ring_plugins.torch.gradients.has_room_to_overlap", lambda threads: False)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "how", "overlap"),
+    [
+        (False, "in", False),
+        (True, "before", True),
+        (False, "before", True),
+        pytest.param(True, "in", False, marks=pytest.mark.slow),
+        pytest.param(True, "in", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pass_is_repeated_from_what_autograd_has_wherever_a_rank_dies(monkeypatch, in_place, how, overlap):
+    no_job(monkeypatch)
+    number, died = 0, True
+    while died:
+        number += 1
+
+        def run(rank, number=number):
+            torch.set_num_threads(1)
+            model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count)) for count in COUNTS])
+            return train(rank, model, 3, lambda model: model.zero_grad(set_to_none=not in_place), number, how, overlap)
+
+        results = on_mortal_ranks(monkeypatch, 3, run)
+        died = results[1] is None
+        (found, copied, addresses), (other, *_) = results[0], results[2]
+        assert found == other
+        for step, averages in enumerate(found):
+            over = [[UNIT * (step + 1) * sum(3**rank for rank in ranks) / len(ranks)] for ranks in ((0, 1, 2), (0, 2))]
+            assert averages[0] in over and averages == averages[:1] * len(COUNTS)
+        if in_place:
+            assert copied > 4 * sum(COUNTS) and len(set(addresses[1:])) == 1
+        else:
+            assert copied < 4 * COUNTS[1]  # flags and control numbers
+            if not overlap:  # where the hook comes before the bucket's
+                assert addresses[0] == addresses[3] and addresses[2] == addresses[5]  # a gradient, and the next average
+    assert number >= 7  # the last run is one in which it lives
+
+
+def test_memory_that_somebody_refers_to_takes_no_average(monkeypatch):
+    no_job(monkeypatch)
+
+    def run(rank):
+        parameter, kept = torch.nn.Parameter(torch.zeros(COUNTS[-1])), []
+        averager = GradientAverager([("p", parameter)], communicator=rank.communicator("gradients"))
+        parameter.register_post_accumulate_grad_hook(lambda p: kept.extend([p.grad, p.grad.view(-1)[3:]][rank.rank :]))
+        for _ in range(4):
+            parameter.grad = None
+            (parameter * torch.full_like(parameter, rank.rank + 1)).sum().backward()
+            assert set(parameter.grad.tolist()) == {1.5}
+            kept.append(parameter.grad)
+        averager.close()
+        return {value for tensor in kept for value in tensor.tolist()}
+
+    assert on_mortal_ranks(monkeypatch, 2, run) == [{1.0, 1.5}, {2.0, 1.5}]

@@ -122,10 +122,9 @@ class SerialExecutor:
             Exception: any other error, which every further call raises too.
         """
         fingerprint = for_purpose(fingerprint, needed_for) if (needed_for := current_purpose.text) else fingerprint
-        thread, synchronous = self._thread, self._synchronous_thread
-        caller = threading.get_ident()
+        thread, caller = self._thread, threading.get_ident()
         on_thread = thread is not None and thread.ident == caller
-        inside = on_thread or synchronous == caller
+        inside = on_thread or self._synchronous_thread == caller
         if thread is not None and not inside and (thread.late or thread.unfinished):
             return self._run_behind(fingerprint, operation, *args)
         with self._lock:
