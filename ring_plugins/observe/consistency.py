@@ -72,6 +72,13 @@ class Check(Protocol):
         """Raise on all ranks, or warn on one, if ranks differ in this; else return. Collective."""
 
 
+class Reading(Check, Protocol):
+    """A check that reads its number from elsewhere."""
+
+    def look(self, passes: int) -> None:
+        """Compute the number anew if it may have changed, after so many passes."""
+
+
 class Trained:
     """The parameters whose gradients a rank averages. Each set of them has its buckets, which may have equal sizes.
 
@@ -180,6 +187,7 @@ class Checks:
 
     Attributes:
         list: of checks, in the order in which they are asked.
+        read_always, read_when_due: those that are read before every pass, and before those that compare weights.
         trained, place, updates: three of them.
         passes: how many the averager has ended since the ranks of the job last changed.
         is_due: whether the next pass compares weights; the same on all ranks.
@@ -188,12 +196,19 @@ class Checks:
     def __init__(self, job: Job | None = None, place: Place = common_place) -> None:
         self.trained, self.place, self.updates = Trained(), place, Updates()
         self.list: list[Check] = [self.trained, place, self.updates]
+        self.read_always, self.read_when_due = list[Reading](), list[Reading]()
         self.passes, self.is_due = 0, False
         self._job, self._view = job, 0 if job is None else job.view
         self._sent: tuple[int | None, ...] = ()
 
     def number(self) -> int:
         """A checksum of all numbers of this rank."""
+        self.follow_members()
+        for check in self.read_always:
+            check.look(self.passes)
+        if self.is_due or not self.passes:
+            for check in self.read_when_due:
+                check.look(self.passes)
         self._sent = tuple(map(_number_of, self.list))
         return zlib.crc32(repr(self._sent).encode())
 
@@ -215,6 +230,8 @@ class Checks:
     def set_due(self, is_due: bool) -> None:
         """Note whether the next pass compares weights."""
         self.is_due = is_due
+        for check in self.read_when_due:
+            check.number = None
 
     def say(self, communicator: Communicator[Any]) -> None:
         """Say in what ranks differ, by the checks whose numbers do. Weights may be equal by now. Collective.

@@ -93,8 +93,9 @@ class TorchChecks(Checks):
         super().__init__(current().elastic if is_initialized() and current().recovers else None)
         self.options = Options()
         self.weights = Weights(claim, self.options, self.updates)
-        self._others: OtherOptimizers | None = None
         self.list += [self.options, self.weights]
+        self.read_always.append(self.options)
+        self.read_when_due.append(self.weights)
         _steps()
 
     def follow(self, groups: Groups, names: Mapping[nn.Parameter, str], communicator: Communicator[Any] | None) -> None:
@@ -114,25 +115,13 @@ class TorchChecks(Checks):
 
     def follow_others(self) -> None:
         """From now on compare what optimizers update that are not averaged."""
-        self._others = OtherOptimizers(self.weights.names)
-        self.list.append(self._others)
-
-    def number(self) -> int:
-        """A checksum of all numbers of this rank."""
-        self.follow_members()
-        self.options.look()
-        if self.is_due or not self.passes:
-            self.weights.look(self.passes)
-            if self._others is not None:
-                self._others.look(self.passes)
-        return super().number()
+        others = OtherOptimizers(self.weights.names)
+        self.list.append(others)
+        self.read_when_due.append(others)
 
     def set_due(self, is_due: bool) -> None:
         """Note whether the next pass compares weights."""
         super().set_due(is_due)
-        self.weights.number = None
-        if self._others is not None:
-            self._others.number = None
         (_due.add if is_due else _due.discard)(self)
 
 
