@@ -27,7 +27,6 @@ from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
-from ring_plugins.torch.backward import Hooks
 from ring_plugins.torch.changes import (
     Claim,
     are_some_replaced,
@@ -40,6 +39,7 @@ from ring_plugins.torch.changes import (
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
+from ring_plugins.torch.hooks import Hooks
 from ring_plugins.torch.sparse import sparse_parameters
 
 #: How many sets are kept: adversarial training freezes one of two parts, in turn, twice a step.
@@ -201,7 +201,7 @@ class BucketSets:
 
     def _put_hooks(self) -> None:
         module = self.model if isinstance(self.model, nn.Module) else None
-        self._hooks.put(self.parameters, self.kept.values(), module)
+        self._hooks.put(self.parameters, [buckets.bucket_of for buckets in self.kept.values()], module)
 
     # Buckets ----------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class BucketSets:
         self.claim.take(itertools.compress(self.named, trained))
         conflict = self.claim.conflict(self.claim.older())
         self._is_contested = any(self._communicator.all_gather_object(conflict, "buckets"))
-        if not self._hooks.fit(buckets):
+        if not self._hooks.fit(buckets.bucket_of):
             self._put_hooks()
         return buckets
 

@@ -16,12 +16,17 @@ collection, still alive on some rank. Until then the hooks of the older do nothi
 
 **Registrations.** Walking through a model of thousands of parameters at every step would take milliseconds. Instead,
 torch calls hooks whenever any module gets a parameter or a submodule, so an unchanged count means an unchanged model.
+
+**An averager that nobody refers to any more** averages nothing, and says so when its parameters are trained on: when an
+optimizer steps on gradients that came since, or when a second backward finds other values of a parameter. A gradient
+alone is no error: a script may look at gradients when training is over.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,8 +37,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import RingError, name_ranks
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current, is_initialized
 
 _numbers = itertools.count(1)
 #: Of the last change in this process; no two changes have the same.
@@ -144,6 +152,57 @@ def rejection(conflicts: Sequence[str | None], ranks: Sequence[int]) -> RingErro
     return RingError(
         f"{first} ({name_ranks(where)}). A parameter has one averager: give all parameters to one optimizer, or "
         "close() the averager that is no longer needed, or drop the last reference to it."
+    )
+
+
+# Averagers that are gone -----------------------------------------------------------------------------
+
+#: By identity, parameters that got gradients when their averager was gone: with its name, and what they summed up to.
+dropped: dict[int, tuple[weakref.ref[torch.Tensor], str, float]] = {}
+
+
+class DroppedAverager:
+    """What hooks leave behind of an averager that was dropped, and not closed.
+
+    Args:
+        name: of the averager.
+        world: the job in which it averaged.
+    """
+
+    def __init__(self, name: str, world: World) -> None:
+        self._name, self._world = name, weakref.ref(world)
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter got a gradient.
+
+        Raises:
+            RingError: it has another value than at the gradient before.
+        """
+        if not is_initialized() or self._world() is not current():
+            return
+        value = float(parameter.detach().double().sum())
+        known = dropped.get(id(parameter))
+        if known is not None and known[0]() is parameter and value != known[2] and not math.isnan(value):
+            raise _dropped_error(self._name)
+        dropped[id(parameter)] = weakref.ref(parameter), self._name, value
+
+
+def reject_dropped(optimizer: Optimizer) -> None:
+    """Raise RingError if an optimizer steps on gradients that nobody has averaged, since their averager is gone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference, name, _ = dropped.get(id(parameter), (None, "", 0.0))
+            if reference is not None and reference() is parameter and is_initialized():
+                raise _dropped_error(name)
+
+
+def _dropped_error(name: str) -> RingError:
+    return RingError(
+        f"{name}: what averaged the gradients of these parameters (a GradientAverager or DistributedOptimizer) was "
+        "dropped, since nothing refers to it any more, and they are trained on without averages, so each rank would "
+        "train a model of its own. Keep a reference to it as long as you train (step by what "
+        "DistributedOptimizer returns), or close() it before, if each rank is "
+        "to go on alone."
     )
 
 

@@ -22,8 +22,6 @@ state, of which the weights tell nothing before it is used. So they are compared
 
 from __future__ import annotations
 
-import functools
-import threading
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.base.errors import ArgumentError, DriftError
@@ -50,7 +47,7 @@ from ring_plugins.observe.consistency import (
 )
 from ring_plugins.torch.changes import Claim, is_claimed
 from ring_plugins.torch.compared_options import Groups, Options, check_equal_options, fixed_options, other_options
-from ring_plugins.torch.device import is_capturing
+from ring_plugins.torch.hooks import after_update, steps_so_far, watch_steps
 from ring_plugins.torch.tensor_memory import not_plain
 
 #: Passes after a change of the ranks in which weights are compared at once.
@@ -96,7 +93,7 @@ class TorchChecks(Checks):
         self.list += [self.options, self.weights]
         self.read_always.append(self.options)
         self.read_when_due.append(self.weights)
-        _steps()
+        watch_steps()
 
     def follow(self, groups: Groups, names: Mapping[nn.Parameter, str], communicator: Communicator[Any] | None) -> None:
         """From now on compare the options of optimizers.
@@ -122,7 +119,12 @@ class TorchChecks(Checks):
     def set_due(self, is_due: bool) -> None:
         """Note whether the next pass compares weights."""
         super().set_due(is_due)
-        (_due.add if is_due else _due.discard)(self)
+        (after_update.add if is_due else after_update.discard)(self)
+
+    def read_again(self) -> None:
+        """Read the weights behind an update."""
+        self.weights.number = None  # of an update before
+        self.weights.look(self.passes)
 
 
 # Weights --------------------------------------------------------------------------------------------
@@ -239,41 +241,6 @@ class Weights:
 
 # Other optimizers -----------------------------------------------------------------------------------
 
-#: Checks whose weights are to be read after the next update. Most steps find none.
-_due: weakref.WeakSet[TorchChecks] = weakref.WeakSet()
-
-
-class _Steps:
-    """Counts the steps of all optimizers of the process, and has weights read behind those where it is due."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """torch's hook."""
-        if torch.compiler.is_compiling():
-            return
-        with self._lock:
-            self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        if _due and not is_capturing():
-            for checks in list(_due):
-                checks.weights.number = None  # of an update before
-                checks.weights.look(checks.passes)
-
-    def so_far(self) -> list[tuple[Optimizer, int]]:
-        """The optimizers that live, in the order of their first step, and how many they have made."""
-        with self._lock:
-            return list(self._counts.items())
-
-
-@functools.cache
-def _steps() -> _Steps:
-    """The process's counts; they begin with the first call."""
-    steps = _Steps()
-    register_optimizer_step_post_hook(steps.after_step)
-    return steps
-
 
 class OtherOptimizers:
     """What optimizers update that are not averaged, beside a wrapped one. All ranks make it.
@@ -290,7 +257,7 @@ class OtherOptimizers:
         self._names, self._is_told, self._passes = names, False, 0
         self._compared: dict[nn.Parameter, str] = {}
         self._kinds: list[str] = []
-        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(_steps().so_far())
+        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(steps_so_far())
 
     def look(self, passes: int) -> None:
         """Read what other optimizers have updated since the last time, after so many passes of the wrapped one's."""
@@ -312,7 +279,7 @@ class OtherOptimizers:
 
     def stepped(self) -> list[tuple[nn.Parameter, str]]:
         """What no averager has and other optimizers have updated since the last call, with the optimizer's class."""
-        so_far = _steps().so_far()
+        so_far = steps_so_far()
         active = [optimizer for optimizer, count in so_far if count != self._counted.get(optimizer)]
         self._counted = weakref.WeakKeyDictionary(so_far)
         return [

@@ -1,6 +1,6 @@
 """Gradients of a torch model, averaged while backward is still running.
 
-The path of one gradient: autograd accumulates it and calls `GradientAverager`'s hook (`backward`); the hook marks it
+The path of one gradient: autograd accumulates it and calls `GradientAverager`'s hook (`hooks`); the hook marks it
 ready with the core's `GradientReducer`; when the last gradient of a bucket is ready the reducer has `GradientBuckets`
 fill the bucket and launches one all-reduce. The end of backward launches what is left and waits, so `p.grad` holds
 averages as soon as `backward()` returns. What ranks compare travels with them (`consistency`).
@@ -45,21 +45,15 @@ from ring_plugins.core.world import (
     is_initialized,
     replaces,
 )
+from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
-from ring_plugins.torch.backward import Group, Hooks, current_task, no_callback
 from ring_plugins.torch.bucket_sets import BucketSets, communicator_for, named_parameters, requires_grad
-from ring_plugins.torch.changes import Claim, rejection, still_there
+from ring_plugins.torch.changes import Claim, DroppedAverager, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
 from ring_plugins.torch.device import TorchStreams, is_capturing, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
-from ring_plugins.torch.own_gradients import (
-    DroppedAverager,
-    OwnGradients,
-    changed_before_average,
-    replaced_error,
-    step_inside_backward,
-)
+from ring_plugins.torch.hooks import Group, Hooks, OwnGradients, current_task, no_callback
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
 from ring_plugins.torch.tensor_memory import are_pairs
 
@@ -372,7 +366,7 @@ class GradientAverager:
                 self._hooks.arrivals[:] = [id(parameter)]
             if group not in self._hooks.groups:  # the first gradient found that the model had changed
                 position = next(i for i, p in enumerate(self._sets.parameters) if p is parameter)
-                group = self._hooks.group_at(position)
+                group = next(group for group in self._hooks.groups if position in group.positions)
             group.left -= 1
             if group.left > 0:
                 return
@@ -425,9 +419,20 @@ class GradientAverager:
         if self._buckets is None:
             return
         if current_task() != -1:
-            raise step_inside_backward(self.communicator.name)
+            raise RingError(
+                f"{self.communicator.name}: an optimizer's step() was called inside a backward, by a hook of a "
+                "parameter, before that backward's gradients were averaged, so each rank would train a model of its "
+                "own. Call step() and zero_grad() when backward() has returned. shard=True saves the memory of "
+                "optimizer states instead."
+            )
         if self.own.present and self.own.were_changed:
-            raise changed_before_average(self.communicator.name)
+            raise RingError(
+                f"{self.communicator.name}: gradients of this rank were changed in place (clipped, say) before they "
+                "were averaged, since no backward after the last step() has averaged them: they came in no_sync(), or "
+                "in fewer passes than passes_per_step. Call optimizer.synchronize(), or GradientAverager.finish(), "
+                "after the last backward of such a step. If each rank is to change its own gradients, assign new ones: "
+                "p.grad = p.grad * x."
+            )
         self.finish()
 
     def _end_pass(self, failure: Failure | None) -> None:
@@ -484,7 +489,13 @@ class GradientAverager:
         if outcome.options_differ:
             self.checks.say(self.communicator)
         if buckets.replaced and (names := self._sets.replaced_by_untrained(buckets)):
-            raise replaced_error(self.communicator.name, names)
+            raise RingError(
+                f"{self.communicator.name}: {listed(names)} of the model had been replaced by another parameter, as by "
+                "an assignment of a parameter or layer, or by load_state_dict(assign=True), and the optimizer has the "
+                "old one, so the new one is neither averaged nor trained. Make the optimizer and DistributedOptimizer "
+                "after that, give it the new one (add_param_group), freeze the new one, or copy values instead: "
+                "p.data.copy_(x)."
+            )
         captures = self._streams is not None and is_capturing()
         if self._hooks.arrivals is not None and not captures:
             if outcome.has_others:

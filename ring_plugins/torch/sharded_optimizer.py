@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.world import current, is_initialized
-from ring_plugins.torch.own_gradients import before_use
+from ring_plugins.torch.hooks import before_use
 from ring_plugins.torch.sliced_updates import UPDATES, CopiedState, SlicedUpdates
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 

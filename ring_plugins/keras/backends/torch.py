@@ -70,7 +70,7 @@ class Exchange(backends.Exchange):
     def _average_now(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """Average gradients that the hooks did not average, in temporary place of the parameters' own.
 
-        The parameters' own gradients keep their values (`ring_plugins.torch.held_gradients`). Frozen parameters are
+        The parameters' own gradients keep their values (`ring_plugins.torch.gradient_buckets`). Frozen parameters are
         averaged as well, since the caller updates them.
         """
         kept = [parameter.grad for parameter in self._parameters]

@@ -1,4 +1,4 @@
-"""The hooks of an averager: they count gradients as autograd accumulates them, and tell of a backward's end.
+"""The hooks of an averager: on gradients as autograd accumulates them, on the end of a backward, on optimizers' steps.
 
 Autograd calls a hook once a parameter and step, thousands of times, so a hook only counts. Parameters that lie in one
 bucket share a counter (`Group`); the averager looks when all gradients of a counter have come, and at the first
@@ -9,7 +9,7 @@ each, and takes 4.3 µs a parameter where these take 0.7 (5,000 parameters, torc
 nothing takes as long as these: the time is autograd's own.
 
 Hooks hold the averager weakly: an averager that nobody refers to any more is gone. If it averaged, its hooks stay, and
-tell of gradients that nobody averages any more, until another averager takes the parameters.
+tell of gradients that nobody averages any more (`changes`), until another averager takes the parameters.
 
 **The end of a backward.** At the first gradient, an averager asks autograd for a callback. Autograd drops its callbacks
 when backward raises. It holds the only reference to ours, so once the callback is gone the backward has failed. A
@@ -19,24 +19,45 @@ one, and we ask again at the next node of the one around it, until the outermost
 Averagers whose gradients come from the same backward are ended together, in an order that is the same on all ranks.
 Each launches what is left before any of them waits, so no two ranks wait for each other in different averagers. One
 that is alone need not launch: it may reduce synchronously.
+
+**No optimizer updates by gradients that are only this rank's own.** An optimizer reads `p.grad` without asking anybody,
+and gradients may be a rank's own: the last passes only accumulated, as where an epoch ends with an odd number of
+batches, or all passes ran in `no_sync()`; or the script assigned gradients that it computed without a backward. Ranks
+that step on such gradients train different models from then on. So where gradients have come since the last reduction,
+before an optimizer's step all ranks average once more. That is right whatever `p.grad` holds: averaging is linear, and
+the part that was averaged before is equal on all ranks. Ranks that would pair such a reduction with one of another step
+raise, since their numbers of updates differ (`observe.consistency`). Two things cannot be made right, and are errors.
+Inside a backward, other gradients are still to come. And what a script has changed in place before the average, as
+clipping does, is not linear.
+
+A `GradScaler` looks for overflows before it calls the optimizer, so the average has to come before that: on a rank's
+own gradients one would skip its step while others make theirs. It has no hooks, so the method of its class that reads
+gradients, for `unscale_` as for `step`, is wrapped.
+
+The file is longer than others, so that all that torch tells an averager of a step is in one place.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ring_plugins.core.control.wait import hindrances
-from ring_plugins.torch.device import TorchStreams
-from ring_plugins.torch.gradient_buckets import GradientBuckets
-from ring_plugins.torch.own_gradients import DroppedAverager, forget_dropped
+from ring_plugins.observe.consistency import Checks
+from ring_plugins.torch.changes import Claim, DroppedAverager, dropped, reject_dropped
+from ring_plugins.torch.device import TorchStreams, is_capturing
+from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
 
 #: The count of a group whose gradients nobody counts.
 _UNCOUNTED = 1 << 62
@@ -53,7 +74,18 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 class Averager(Protocol):
-    """What hooks call; a `GradientAverager`."""
+    """What hooks use of a `GradientAverager`."""
+
+    claim: Claim
+    is_closed: bool
+    is_on_host: bool
+    steps: int
+
+    @property
+    def checks(self) -> Checks: ...
+
+    @property
+    def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]: ...
 
     def gradient_came(self, group: Group, parameter: torch.Tensor) -> None:
         """Handle the first gradient of a backward, the last one of a group, and any that came after it."""
@@ -66,6 +98,12 @@ class Averager(Protocol):
 
     def end_backward(self) -> None:
         """Launch what `launch_rest` has not, and wait for everything."""
+
+    def average_before_step(self) -> None:
+        """Reduce once more, since an optimizer is about to use gradients that no backward has averaged."""
+
+    def begin_step(self) -> None:
+        """Forget the passes of a step that the script gave up."""
 
 
 class Hooks:
@@ -100,22 +138,24 @@ class Hooks:
         self.task = -1
         self.is_nested, self.has_averaged = True, False
 
-    def put(
-        self, parameters: Sequence[nn.Parameter], kept: Collection[GradientBuckets], module: nn.Module | None
-    ) -> None:
+    def put(self, parameters: Sequence[nn.Parameter], kept: Sequence[Sequence[int]], module: nn.Module | None) -> None:
         """Put one hook on all parameters that are in one bucket in each of the sets of buckets, in place of all hooks.
 
         Args:
             parameters: of the model.
-            kept: the sets of buckets.
+            kept: of each set of buckets, by position of a parameter its bucket, -1 for none.
             module: the model, if its forward is to be noticed.
         """
         self.remove()
         for parameter in parameters:
-            retire(parameter)
+            dropped.pop(id(parameter), None)
+            # torch 2.4 to 2.13: hooks by the number that their handle has, or None.
+            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                if isinstance(hook, Group) and hook.dropped is not None:  # of an averager that is gone
+                    hook.left, hook.dropped = _UNCOUNTED, None
         together: dict[tuple[int, ...], list[int]] = {}
         for position in range(len(parameters)):
-            key = tuple(buckets.bucket_of[position] for buckets in kept)
+            key = tuple(bucket_of[position] for bucket_of in kept)
             together.setdefault(key, []).append(position)
         for positions in together.values():
             if self._streams is None:
@@ -147,13 +187,9 @@ class Hooks:
         for group in groups if handles else ():
             group.left, group.dropped = 0, dropped
 
-    def fit(self, buckets: GradientBuckets) -> bool:
-        """Whether the parameters of each group are in one of these buckets."""
-        return all(len({buckets.bucket_of[i] for i in group.positions}) <= 1 for group in self.groups)
-
-    def group_at(self, position: int) -> Group:
-        """The group of the parameter at this position."""
-        return next(group for group in self.groups if position in group.positions)
+    def fit(self, bucket_of: Sequence[int]) -> bool:
+        """Whether the parameters of each group are in one bucket, which is given by position."""
+        return all(len({bucket_of[i] for i in group.positions}) <= 1 for group in self.groups)
 
     # A backward -------------------------------------------------------------------------------------
 
@@ -296,15 +332,6 @@ def when_accumulated(parameter: nn.Parameter, call: Callable[[torch.Tensor], Non
     return [hook]
 
 
-def retire(parameter: torch.Tensor) -> None:
-    """Let hooks of averagers that are gone do nothing from now on."""
-    forget_dropped(parameter)
-    # torch 2.4 to 2.13: hooks by the number that their handle has, or None.
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        if isinstance(hook, Group) and hook.dropped is not None:
-            hook.left, hook.dropped = _UNCOUNTED, None
-
-
 class _EndOfBackward:
     """The callback for the end of a backward. It is an object because bound methods cannot be referenced weakly."""
 
@@ -372,3 +399,209 @@ def _end_together(task: int) -> None:
                 callback.hooks.note_raised(callback)
     if errors:
         raise errors[0]
+
+
+# Gradients that are not averaged ---------------------------------------------------------------------
+
+_watched: list[weakref.ref[OwnGradients]] = []
+
+
+class OwnGradients:
+    """What one averager knows of gradients that are not averaged.
+
+    Args:
+        averager: held weakly.
+
+    Attributes:
+        present: whether gradients have come since the last reduction.
+        sees_steps: whether an optimizer that torch reports steps of updates the averager's parameters.
+        counts_updates: whether these steps are the updates that ranks compare; if not, others count.
+    """
+
+    def __init__(self, averager: Averager) -> None:
+        self.present = self.sees_steps = False
+        self.counts_updates = True
+        self._averager = weakref.ref(averager)
+        self._task = -1
+        self._noted: dict[int, int] = {}  # versions of the gradients after the last backward, by identity
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+
+    def watch(self) -> None:
+        """Look at the steps of all optimizers from now on."""
+        _watched.append(weakref.ref(self, _watched.remove))
+        watch_steps()
+
+    def clear(self) -> None:
+        """Note that all gradients are averages, or gone."""
+        self.present = False
+        self._noted = {}
+
+    def come_in(self, task: int) -> bool:
+        """Note that gradients come in a backward that does not average them.
+
+        Returns:
+            Whether this is the first one.
+        """
+        if is_first := task != self._task:
+            self.present, self._task, self._noted = True, task, {}
+            Variable._execution_engine.queue_callback(self.note)
+        return is_first
+
+    def note(self) -> None:
+        """Note how the gradients are at the end of a backward that does not average them."""
+        if (averager := self._averager()) is not None:
+            self._noted = {id(gradient): _version(gradient) for gradient in _gradients(averager)}
+
+    @property
+    def were_changed(self) -> bool:
+        """Whether the script has written to gradients since they came."""
+        averager = self._averager()
+        return averager is not None and any(
+            self._noted.get(id(gradient), version) != version
+            for gradient in _gradients(averager)
+            for version in (_version(gradient),)
+        )
+
+    def before_use(self, optimizer: Optimizer, is_step: bool) -> None:
+        """Average the gradients of an optimizer that are about to be used, if they have to be.
+
+        Args:
+            optimizer: whose.
+            is_step: whether it updates by them now; a `GradScaler` looks at them before.
+        """
+        averager = self._averager()
+        if averager is None or averager.is_closed:
+            return
+        last, groups = self._steps.get(optimizer), len(optimizer.param_groups)
+        if last is None or last.groups != groups:
+            own = {id(parameter) for _, parameter in averager.named_parameters}
+            updated = [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]
+            last = self._steps[optimizer] = _Step(groups, updated)
+        if not last.updated:
+            return
+        # Where nothing was reduced, the script has assigned gradients. Not on GPUs, where a graph that was captured may
+        # have reduced.
+        is_assigned = last.reductions == averager.steps and averager.is_on_host and last.first != _first(last.updated)
+        if (self.present or is_assigned) and not averager.claim.newer():
+            averager.average_before_step()
+        if not is_step:
+            return
+        averager.begin_step()
+        self.sees_steps = True
+        if self.counts_updates:
+            averager.checks.updates.add()
+        last.reductions, last.first = averager.steps, _first(last.updated)
+
+
+class _Step:
+    """The last step of an optimizer.
+
+    Attributes:
+        groups: how many parameter groups it had.
+        updated: the averager's parameters that it updates.
+        reductions: the averager's so far.
+        first: see `_first`.
+    """
+
+    __slots__ = ("first", "groups", "reductions", "updated")
+
+    def __init__(self, groups: int, updated: list[torch.Tensor]) -> None:
+        self.groups, self.updated, self.reductions = groups, updated, 0
+        self.first: tuple[int, int] | None = None
+
+
+def _first(parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Identity and version of the first gradient that there is; None without any."""
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            return id(gradient), 0 if gradient.is_inference() else gradient._version
+    return None
+
+
+# Steps of optimizers ------------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Reads weights."""
+
+    def read_again(self) -> None:
+        """Read what an optimizer has just updated."""
+
+
+#: Where weights are to be read behind the next update. Most steps find none.
+after_update: weakref.WeakSet[Reader] = weakref.WeakSet()
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_steps_lock = threading.Lock()
+
+
+def before_use(optimizer: Optimizer, is_step: bool = True) -> None:
+    """Average gradients of an optimizer that are about to be used, if a backward or the script left some of this rank.
+
+    Raises:
+        RingError: see `GradientAverager.average_before_step`.
+    """
+    for reference in _watched.copy():  # in the order in which the averagers were made, equal on all ranks
+        if (own := reference()) is not None:
+            own.before_use(optimizer, is_step)
+
+
+def _gradients(averager: Averager) -> list[torch.Tensor]:
+    return [gradient for _, one in averager.named_parameters if (gradient := one.grad) is not None]
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else gradient._version
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Look at the steps of all optimizers of this process from now on, and count them."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def unscale_averages(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.synchronize()
+        before_use(optimizer, is_step=False)
+        return unscale(scaler, optimizer, *args, **kwargs)
+
+    GradScaler._unscale_grads_ = unscale_averages  # type: ignore[assignment, method-assign, unused-ignore]
+
+
+def steps_so_far() -> list[tuple[Optimizer, int]]:
+    """The optimizers that live, in the order of their first step, and how many they have made."""
+    with _steps_lock:
+        return list(_steps.items())
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    with _steps_lock:
+        _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if after_update and not is_capturing():
+        for reader in list(after_update):
+            reader.read_again()
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hook. A closure computes gradients, so with one the look comes after each of its calls."""
+    if not (_watched or dropped) or torch.compiler.is_compiling():
+        return None
+    if dropped:
+        reject_dropped(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        before_use(optimizer)
+        return None
+
+    def evaluate(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        before_use(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], evaluate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluate}
