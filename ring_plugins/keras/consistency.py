@@ -8,7 +8,7 @@ noise behind the averages, an option that one rank changes, a callback that sets
 - weights and options after 2, 4, 8... steps, which reads all weights, but so seldom that it cannot be measured;
 - learning rates at the end of each epoch, and weights and what callbacks have decided at the end of `fit`;
 - weights after ranks were lost or have joined. The survivors average the step's gradients once more, from the memory in
-  which the framework or `SavedInputs` still has them (core/gradients/repetition.py), so a compiled step notices
+  which the framework or `SavedInputs` still has them (core/gradients/reducer.py), so a compiled step notices
   nothing.
 """
 

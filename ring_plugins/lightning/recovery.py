@@ -1,6 +1,6 @@
 """A Trainer that goes on when ranks are lost (`on_failure="continue"`): what follows the ranks that are left.
 
-The step is repeated below, in backward (core/gradients/repetition), and Lightning asks the strategy for ranks whenever
+The step is repeated below, in backward (core/gradients/reducer), and Lightning asks the strategy for ranks whenever
 it needs them. Three things remember:
 
 - ``rank_zero_only`` has a number, by which loggers and checkpoints find out whether to write;

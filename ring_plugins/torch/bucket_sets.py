@@ -1,8 +1,14 @@
 """The buckets of a model: one set for each set of parameters that are trained at one time.
 
 Parameters may be frozen, unfrozen and added between two steps, and the parts of a model may take turns, so the buckets
-of the last few sets are kept. The first backward of a set shows in which order its gradients come; the next one fills
-buckets that were made in that order.
+of the last few sets are kept.
+
+**Order.** A plan made from the model alone assumes that backward goes through its parameters from the last to the
+first. Models that list their layers in another order than they use them, as many with several branches do, break that:
+a bucket then waits for one early layer, and all buckets behind it wait, too. DistributedDataParallel rebuilds its
+buckets once, in the order that the first backward had, and so do we. Ranks may see different orders, for example where
+each takes another branch. Rank 0's counts for all, so plans stay equal. A gradient that rank 0 did not see comes last:
+nothing else should wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
-from ring_plugins.core.gradients.arrival import ArrivalOrder
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
@@ -145,7 +150,7 @@ class BucketSets:
         self.parameters: list[nn.Parameter] = []
         self.kept: dict[_Trained, GradientBuckets] = {}
         self.seen: _Trained = ()
-        self._order = ArrivalOrder()
+        self._order: list[int] = []  # positions of gradients that have come, the first one first; equal on all ranks
         self._seen_registrations = 0
         self.holds: _Trained = ()
         self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
@@ -172,7 +177,7 @@ class BucketSets:
         self.parameters, self.checks.weights.named = list(names), self.named
         self.holds = tuple(map(held.__contains__, names)) if held else ()
         self._held_sets = set()
-        self._order = ArrivalOrder()
+        self._order = []
         self._put_hooks()
 
     def hold_trained(self) -> None:
@@ -255,7 +260,7 @@ class BucketSets:
     def _make(self, trained: _Trained, passes: int) -> GradientBuckets:
         if len(self.kept) >= _KEPT:
             self._drop(next(iter(self.kept)))
-        order = self._order.of(_positions(trained))
+        order = self._order_of(trained)
         with rejections_told(self._communicator, "making buckets"):
             if self._streams is not None and is_capturing():
                 raise ArgumentError(
@@ -318,16 +323,25 @@ class BucketSets:
 
     def learn_order(self, buckets: GradientBuckets) -> None:
         """Let the next backward make buckets in the order in which gradients have just come; collective."""
-        place = {id(parameter): position for position, parameter in enumerate(self.parameters)}
-        arrived = [place[one] for one in self._hooks.arrivals or () if one in place]
         trained = next((trained for trained, kept in self.kept.items() if kept is buckets), None)
-        if trained is None or not self._order.learn(_positions(trained), arrived, self._communicator):
+        if trained is None:
             return
-        order = self._order.of(_positions(trained))
-        assert order is not None
-        buckets.is_ordered = buckets.fills_as(order)
+        place = {id(one): position for position, one in enumerate(self.parameters) if trained[position]}
+        mine = list(dict.fromkeys(place[one] for one in self._hooks.arrivals or () if one in place))
+        communicator = self._communicator
+        first = communicator.broadcast_object(mine if communicator.rank == 0 else None, purpose="order of gradients")
+        if not first:
+            return
+        late = sorted(set(place.values()).difference(first), reverse=True)
+        self._order = [*first, *late, *(position for position in self._order if not trained[position])]
+        buckets.is_ordered = buckets.fills_as([*first, *late])
         if not buckets.is_ordered:
             self._drop(trained)
+
+    def _order_of(self, trained: _Trained) -> list[int] | None:
+        """In which order the gradients of a set come; None as long as one of them has not come."""
+        found = [position for position in self._order if trained[position]]
+        return found if len(found) == sum(trained) else None
 
     def resize(self, sizes: BucketSizes) -> None:
         """Make buckets of other sizes from the next backward on."""
@@ -368,7 +382,3 @@ class BucketSets:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def _positions(trained: _Trained) -> list[int]:
-    return [position for position, requires_grad in enumerate(trained) if requires_grad]

@@ -14,7 +14,7 @@ have stepped since the last time, and, once, all that `named_parameters` names b
 reported, not the second optimizer: the script may well average its gradients in another way.
 
 **Where ranks may be lost**, the survivors average that step's gradients once more, without the rank that died
-(core/gradients/repetition). They have computed nothing else again, so their weights must be equal to the last bit, and
+(core/gradients/reducer). They have computed nothing else again, so their weights must be equal to the last bit, and
 so must be the averages with which they step. That is checked there and then, before the update: a job that went on with
 different weights would end with a useless model, and nobody would know. A process that joins also gets the optimizer's
 state, of which the weights tell nothing before it is used. So they are compared in the next pass, too.

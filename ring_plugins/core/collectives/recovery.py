@@ -17,7 +17,7 @@ been.
 **What is repeated.** The operation has happened for nobody, but it may have overwritten memory that it works on in
 place. A whole that is one operation is called again where it can be: an all-reduce from a copy of its input, others
 from arguments that nothing overwrites. A pass of gradients is repeated by its reducer, which has the inputs (see
-core/gradients/repetition.py). In other collectives the shapes depend on the number of ranks; callers that can make new
+core/gradients/reducer.py). In other collectives the shapes depend on the number of ranks; callers that can make new
 ones use `repeated`, and for the rest `MembersLost` ends the job.
 
 **In the background** a pass averages its first buckets while backward computes the others. Their thread may find a loss

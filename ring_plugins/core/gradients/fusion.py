@@ -7,7 +7,7 @@ ends.
 **Idea** (PyTorch's DistributedDataParallel, Horovod's fusion buffer). Gradients are put into buckets of a fixed size in
 the order in which backward produces them, last layer first, and each bucket is reduced by one call as soon as it is
 full. Which gradient goes where is computed from the model alone, once more from the order of the first backward
-(`arrival`), and compared among the ranks each time. So no rank ever has to ask the others what comes next; Horovod's
+(torch does), and compared among the ranks each time. So no rank ever has to ask the others what comes next; Horovod's
 coordinator does that in every cycle.
 
 **Large tensors** gain nothing from being copied into a bucket. They are reduced where they are, in their bucket's turn.

@@ -34,7 +34,7 @@ from ring_plugins.core.arrays.memory import HostMemory, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.gradients.fusion import BUCKET_BYTES, DIRECT_BYTES, Bucket, BucketSizes, Entry, FusionPlan
+from ring_plugins.core.gradients.fusion import BUCKET_BYTES, DIRECT_BYTES, BucketSizes, Entry, FusionPlan
 
 #: Small tensors travel in rounds of this size, which is also the most memory that packing them takes.
 ROUND_SIZES = BucketSizes(BUCKET_BYTES, BUCKET_BYTES, DIRECT_BYTES)
@@ -93,15 +93,12 @@ def plan_rounds(
     rounds = []
     for bucket in plan.buckets:
         rounds += [_round([entry], plan.entries, size, owners, grains, is_direct=True) for entry in bucket.direct]
-        if packed := _packed(bucket, owners):
+        packed = [entry for entry in bucket.entries if entry not in bucket.direct]
+        if owners is not None:
+            packed.sort(key=owners.__getitem__)  # those of one owner beside each other
+        if packed:
             rounds.append(_round(packed, plan.entries, size, owners, grains, is_direct=False))
     return rounds
-
-
-def _packed(bucket: Bucket, owners: Sequence[int] | None) -> list[int]:
-    """The small tensors of a bucket, those of one owner beside each other."""
-    small = [entry for entry in bucket.entries if entry not in bucket.direct]
-    return small if owners is None else sorted(small, key=owners.__getitem__)
 
 
 def _owners(entries: Sequence[Entry], size: int) -> list[int]:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
@@ -113,12 +113,11 @@ class Turns:
         self.candidate = place if sequence % 2 == 0 else len(self._seconds) - 1 - place
         if sequence == self._turns:
             self.candidate = 0
-            self._agreement = self._exchange()
+            communicator, seconds = self._communicator, self._seconds
+            self._agreement = communicator.start(
+                "times of steps", lambda: communicator.all_gather_object(seconds, "times of steps")
+            )
         return None
-
-    def _exchange(self) -> Work[list[Seconds]]:
-        communicator, seconds = self._communicator, self._seconds
-        return communicator.start("times of steps", lambda: communicator.all_gather_object(seconds, "times of steps"))
 
 
 def _ratios(new: Sequence[float], old: Sequence[float]) -> list[float]:
@@ -136,61 +135,45 @@ def is_better(new: Sequence[float], old: Sequence[float]) -> bool:
     return ratio(new, old) <= 1 - _GAIN and 4 * shorter >= 3 * len(new)
 
 
-class Overlap(Protocol):
-    """Tells a reducer whether its reductions overlap backward.
+class Overlap:
+    """Tells a reducer whether its reductions overlap backward; this one never changes.
+
+    Args:
+        now: whether they do.
 
     Attributes:
         now: whether they do in the pass that begins.
         finished: whether `now` stays as it is.
     """
 
-    @property
-    def now(self) -> bool: ...
-
-    @property
-    def finished(self) -> bool: ...
+    def __init__(self, now: bool, finished: bool = True) -> None:
+        self.now, self.finished = now, finished
 
     def pass_ended(self, now: float) -> None:
         """Note the end of a pass, on all ranks in the same order; `now` is the time in seconds, of any clock."""
 
 
-class FixedOverlap:
-    """An `Overlap` that never changes."""
-
-    finished = True
-
-    def __init__(self, now: bool) -> None:
-        self.now = now
-
-    def pass_ended(self, now: float) -> None:
-        """Do nothing."""
+ALWAYS = Overlap(True)
 
 
-ALWAYS = FixedOverlap(True)
-
-
-class MeasuredOverlap:
+class MeasuredOverlap(Overlap):
     """An `Overlap` that tries both ways in some of the first steps, in one to three rounds.
 
     Args:
         expected: the way that is kept unless the other is clearly faster; equal on all ranks.
         communicator: that of the reductions.
-
-    Attributes:
-        finished: whether the decision has been made.
     """
 
     def __init__(self, expected: bool, communicator: Communicator[Any]) -> None:
-        self.now = self._expected = expected
-        self.finished = False
-        self._communicator = communicator
+        super().__init__(expected, finished=False)
+        self._expected, self._communicator = expected, communicator
         self._turns = Turns(2, _TURNS, communicator, _WARM_UP)
         #: In all rounds so far, the expected way first.
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._wins = 0  # rounds that the other way has won
 
     def pass_ended(self, now: float) -> None:
-        """See the protocol."""
+        """See `Overlap`."""
         if self.finished:
             return
         seconds = self._turns.step_ended(now)
@@ -240,8 +223,8 @@ def choose_overlap(wanted: Wanted, has_room: bool, communicator: Communicator[An
     choice = answers[0][0]
     if choice == "auto":
         expected = all(room for _, room in answers)
-        return MeasuredOverlap(expected, communicator) if communicator.size > 1 else FixedOverlap(expected)
-    return FixedOverlap(bool(choice))
+        return MeasuredOverlap(expected, communicator) if communicator.size > 1 else Overlap(expected)
+    return Overlap(bool(choice))
 
 
 def chosen_overlap(wanted: Wanted) -> Wanted:

@@ -7,5 +7,5 @@
 - `changes` tells the script's functions and the log.
 
 How the step goes on that a loss interrupts: control/mesh.py (who is left), collectives/recovery.py (communicators),
-gradients/repetition.py (the step).
+gradients/reducer.py (the step).
 """

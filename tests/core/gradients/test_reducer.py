@@ -5,7 +5,7 @@ import pytest
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
-from ring_plugins.core.gradients.trials import FixedOverlap
+from ring_plugins.core.gradients.trials import Overlap
 
 
 class Recorder(SingleCommunicator):
@@ -162,7 +162,7 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
 
 
 def test_an_exception_after_buckets_were_reduced_synchronously_is_raised_as_it_is():
-    overlap = FixedOverlap(False)
+    overlap = Overlap(False)
     made, _ = reducer(3, overlap)
     overlap.finished, overlap.pass_ended = False, lambda now: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -173,7 +173,7 @@ FILLED = [f"fill {i}" for i in range(4)]
 
 
 def test_without_overlap_all_buckets_are_reduced_synchronously_in_the_end_by_one_operation():
-    made, log = reducer(overlap=FixedOverlap(False))
+    made, log = reducer(overlap=Overlap(False))
     for entry in range(4):
         made.mark_ready(entry)
     assert log == []
@@ -184,7 +184,7 @@ def test_without_overlap_all_buckets_are_reduced_synchronously_in_the_end_by_one
 
 
 def test_without_overlap_buckets_can_still_be_launched_or_abandoned_as_the_one_operation_of_the_other_ranks():
-    made, log = reducer(overlap=FixedOverlap(False))
+    made, log = reducer(overlap=Overlap(False))
     made.mark_ready(3)
     made.launch_rest()
     assert log == [*FILLED, "buckets 0 to 3"]
@@ -194,7 +194,7 @@ def test_without_overlap_buckets_can_still_be_launched_or_abandoned_as_the_one_o
 
 
 def test_a_pass_keeps_its_way_until_it_ends():
-    choice = FixedOverlap(False)
+    choice = Overlap(False)
     made, log = reducer(2, choice)
     made.mark_ready(1)
     choice.now = True
@@ -207,7 +207,7 @@ def test_a_pass_keeps_its_way_until_it_ends():
 
 
 def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
-    made, log = reducer(2, FixedOverlap(False))
+    made, log = reducer(2, Overlap(False))
 
     def fill(bucket):
         if bucket.index == 1:
@@ -222,7 +222,7 @@ def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
 
 
 def test_an_exception_before_a_bucket_begins_synchronously_leaves_it_to_be_abandoned():
-    made, log = reducer(2, FixedOverlap(False))
+    made, log = reducer(2, Overlap(False))
     made._communicator.run_synchronously = lambda description, function: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.finish()
