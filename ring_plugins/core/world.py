@@ -15,12 +15,14 @@ from ring_plugins.core.job import World
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.malloc import keep_freed_memory
 from ring_plugins.core.members.policy import FailurePolicy, prepare_to_continue
+from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
 from ring_plugins.core.rendezvous import connect, exported, launcher_of, launchers
 from ring_plugins.core.rendezvous.claim import check_ancestors
 
 _world: World | None = None
 _generation = 0  # how often this process has connected
+_announced = 0  # the last of these jobs whose training has been announced
 
 
 def init(
@@ -130,6 +132,21 @@ def current() -> World:
     if _world is None:
         raise NotInitialized("call ring_plugins.init() before this.")
     return _world
+
+
+def current_observers() -> Observers | None:
+    """The observing services of this process, None if there is no job of several ranks."""
+    return None if _world is None else _world.observers
+
+
+def announce_training() -> None:
+    """Say on rank 0, once per job, how many ranks train together, as Lightning does; nothing for one rank."""
+    global _announced
+    if _world is None or _world.topology.size == 1 or _world.is_joining or _announced == _generation:
+        return
+    _announced = _generation
+    if _world.topology.rank == 0:
+        logger.info(f"training on {_world.summary}")
 
 
 def replaces() -> bool:

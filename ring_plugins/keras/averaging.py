@@ -37,7 +37,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.trials import chosen_overlap
-from ring_plugins.core.world import constructed_by_all
+from ring_plugins.core.world import announce_training, constructed_by_all
 from ring_plugins.keras.backends import Exchange, Settings, Statistics, backend
 from ring_plugins.keras.consistency import WeightComparison, check_equal_optimizers, updating_optimizers
 from ring_plugins.keras.job import connect
@@ -48,7 +48,6 @@ from ring_plugins.keras.sharded_optimizer import check_shardable, sharded
 from ring_plugins.keras.slices import describe_gradient
 from ring_plugins.keras.state import optimizers_of
 from ring_plugins.keras.validation import warn_of_gpu_copies
-from ring_plugins.observe.training import announce_training
 
 #: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
 #: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.

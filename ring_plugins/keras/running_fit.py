@@ -27,10 +27,9 @@ from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.exit_hooks import exit_status
-from ring_plugins.core.world import current
+from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.state import optimizers_of, weight_checksums
 from ring_plugins.observe.consistency import SWITCH, differing_weights, is_check_wanted
-from ring_plugins.observe.training import announce_training
 
 #: Attribute of an optimizer that averages: its `GradientAveraging`.
 AVERAGING = "_ring_averaging"

@@ -20,7 +20,7 @@ from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.joining.join import admit, join
 from ring_plugins.core.joining.root import Root
 from ring_plugins.core.joining.state_transfer import fails_alone
-from ring_plugins.core.world import current
+from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.averaging import (
     GradientAveraging,
     averaging_of,
@@ -52,7 +52,6 @@ from ring_plugins.keras.state import (
 from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
 from ring_plugins.observe.consistency import DriftCheck, is_compared_after
-from ring_plugins.observe.training import announce_training
 
 #: Those that have begun and not ended, as far as they know.
 _running: weakref.WeakSet[SynchronizedFit] = weakref.WeakSet()

@@ -41,8 +41,7 @@ from ring_plugins.core.joining.state_transfer import fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.lightning.recovery import take_versions, versions_of
 from ring_plugins.torch.loaders import divide_anew, from_batch, samplers_of
-from ring_plugins.torch.trained_parts import take_trained_parts, trained_parts
-from ring_plugins.torch.training_state import share_state
+from ring_plugins.torch.training_state import share_state, take_trained_parts, trained_parts
 
 #: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
 _OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.observe.step_breakdown import StepBreakdown, report_interval
 from ring_plugins.core.trace.steps import steps
-from ring_plugins.core.world import current
-from ring_plugins.observe.training import current_observers
+from ring_plugins.core.world import current, current_observers
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ring_plugins.core.trace.recorder import recorder
-from ring_plugins.observe.training import current_observers
+from ring_plugins.core.world import current_observers
 
 #: Seconds that the start or the end of a timeline may take.
 _PATIENCE = 5.0

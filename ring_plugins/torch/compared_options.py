@@ -44,7 +44,7 @@ class Options:
         self._given: list[Any] | None = []
         self._values: list[Any] = []
 
-    def look(self, passes: int = 0) -> None:
+    def look(self, passes: int) -> None:
         """Compute the number anew if a value has changed."""
         given: list[Any] = []
         for group in self.groups():

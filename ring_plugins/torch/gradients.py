@@ -32,7 +32,6 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.trials import (
     BucketTuner,
-    Wanted,
     choose_overlap,
     chosen_overlap,
     tuning_is_wanted,
@@ -51,7 +50,7 @@ from ring_plugins.torch.bucket_sets import BucketSets, communicator_for, named_p
 from ring_plugins.torch.changes import Claim, DroppedAverager, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
-from ring_plugins.torch.device import TorchStreams, is_capturing, memory_of, streams
+from ring_plugins.torch.device import is_capturing, memory_of, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named
 from ring_plugins.torch.hooks import Group, Hooks, OwnGradients, current_task, no_callback
 from ring_plugins.torch.skipped_steps import Failure, SkippableStep, SkippedSteps
@@ -142,9 +141,8 @@ class GradientAverager:
                 if tuning_is_wanted(autotune):
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
                 self._recovery = RecoveryCheck(self.communicator)
-        self._streams: TorchStreams | None = None
-        if isinstance(self.communicator, DeviceCommunicator):
-            self._streams = streams(self.communicator.device)
+        gpu = self.communicator.device if isinstance(self.communicator, DeviceCommunicator) else None
+        self._streams = None if gpu is None else streams(gpu)
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._tuner: BucketTuner | None = None
         self._passes_per_step, self._passes = passes_per_step, 0
@@ -174,23 +172,20 @@ class GradientAverager:
         if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):
-                    self._buckets = self._first_buckets(overlap)
+                    if self._streams is None:  # a GPU's streams always overlap
+                        if replaces():  # a process that joins has seen none of the steps that "auto" measures
+                            overlap = chosen_overlap(overlap) is True
+                        self._sets.overlap = choose_overlap(
+                            overlap, has_room_to_overlap(torch.get_num_threads()), self.communicator
+                        )
+                    self._sets.take_parameters()
+                    self._buckets = self._sets.current(self.steps)
                 self.own.watch()
             except BaseException:
                 self.close()  # the error's traceback refers to this object
                 raise
             if self.communicator.broadcast_object(tuning_is_wanted(autotune), purpose="GradientAverager"):
                 self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self.communicator)
-
-    def _first_buckets(self, overlap: Wanted) -> GradientBuckets:
-        """Collective. A GPU's streams always overlap."""
-        if self._streams is None:
-            if replaces():  # a process that joins has seen none of the steps that "auto" measures
-                overlap = chosen_overlap(overlap) is True
-            has_room = has_room_to_overlap(torch.get_num_threads())
-            self._sets.overlap = choose_overlap(overlap, has_room, self.communicator)
-        self._sets.take_parameters()
-        return self._sets.current(self.steps)
 
     # Figures ----------------------------------------------------------------------------------------
 
@@ -314,13 +309,6 @@ class GradientAverager:
         ):
             self._prepare()
 
-    def _computed_twice(self, parameter: torch.Tensor) -> RingError:
-        name = next((name for name, p in self._sets.named if p is parameter), "a parameter")
-        return RingError(
-            f"the gradient of {name} was computed twice in one backward, after it had been sent. "
-            "Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in no_sync()."
-        )
-
     def _begin(self) -> bool:
         """Handle the first gradient of a backward: see what changed, and ask autograd to call at the end.
 
@@ -375,7 +363,11 @@ class GradientAverager:
             return
         if group.left < 0:
             if buckets.reducer.has_left(group.bucket):
-                raise self._computed_twice(parameter)
+                name = next((name for name, p in self._sets.named if p is parameter), "a parameter")
+                raise RingError(
+                    f"the gradient of {name} was computed twice in one backward, after it had been sent. "
+                    "Use torch.utils.checkpoint with use_reentrant=False, or wrap all but the last use in no_sync()."
+                )
             return
         if current_task() != self._hooks.task:
             # Some of these gradients came from another backward, inside or around this one. They may come again.

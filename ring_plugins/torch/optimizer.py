@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
-from ring_plugins.core.world import constructed_by_all
+from ring_plugins.core.world import announce_training, constructed_by_all
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
-from ring_plugins.observe.training import announce_training
 from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer

@@ -17,7 +17,7 @@ from tests.core.collectives.thread_ranks import on_thread_ranks
 def numbers_of(*groups):
     options = Options()
     options.groups = lambda: groups
-    options.look()
+    options.look(0)
     return bits_of(options.number)
 
 
@@ -59,12 +59,12 @@ def test_the_checksum_is_computed_when_a_value_has_changed():
     group = {"lr": torch.tensor(0.1)}
     options = Options()
     options.groups = lambda: [group]
-    options.look()
+    options.look(0)
     first = options.number
-    options.look()
+    options.look(0)
     assert options.number == first
     group["lr"].fill_(0.2)  # as torch's schedulers do
-    options.look()
+    options.look(0)
     assert options.number != first
 
 

@@ -1,13 +1,17 @@
 """What a process that joins gets of a model and an optimizer; two processes here are two calls, one after the other."""
 
+import copy
 import pickle
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.torch import training_state
-from ring_plugins.torch.training_state import share_state
+from ring_plugins.torch.training_state import share_state, take_trained_parts, trained_parts
+from tests.launch import run_ranks, slowness
 
 
 def handed_over(state, monkeypatch):
@@ -73,3 +77,142 @@ def test_tensors_with_gaps_and_empty_ones_arrive_without_gaps(monkeypatch):
     ]
     found = handed_over(state, monkeypatch)
     assert all(torch.equal(mine, given) and mine.is_contiguous() for mine, given in zip(found, state, strict=True))
+
+
+# Trained parts --------------------------------------------------------------------------------------
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def test_flags_modes_and_groups_are_taken_over_before_the_optimizer_loads_its_state():
+    member, joiner = network(), network()
+    for model in (member, joiner):
+        model[0].requires_grad_(False)
+    theirs = torch.optim.Adam(filter(lambda p: p.requires_grad, member.parameters()), lr=0.1)
+    ours = torch.optim.Adam(filter(lambda p: p.requires_grad, joiner.parameters()), lr=0.1)
+    member[0].requires_grad_(True)
+    theirs.add_param_group({"params": list(member[0].parameters()), "lr": 0.01})
+    member[2].bias.requires_grad_(False)
+    member[1].eval().track_running_stats = False
+    member(torch.ones(3, 4)).sum().backward()
+    theirs.step()
+    take_trained_parts({"model": joiner, "optimizer": ours}, trained_parts({"model": member, "optimizer": theirs}))
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert [p.requires_grad for p in joiner.parameters()] == [p.requires_grad for p in member.parameters()]
+    assert not joiner[1].training and not joiner[1].track_running_stats and joiner[0].training
+    assert [group["lr"] for group in ours.param_groups] == [0.1, 0.01]
+    assert [id(p) for p in ours.param_groups[1]["params"]] == [id(p) for p in joiner[0].parameters()]
+    assert str(ours.state_dict()) == str(theirs.state_dict())
+
+
+def test_groups_with_parameters_that_have_no_name_are_rejected_with_a_remedy():
+    member, joiner, nameless = network(), network(), nn.Linear(1, 1)
+    theirs, ours = (torch.optim.SGD(model.parameters(), 0.1) for model in (member, joiner))
+    theirs.add_param_group({"params": list(nameless.parameters())})
+    told = trained_parts({"model": member, "optimizer": theirs})
+    with pytest.raises(MismatchError, match=r"the optimizer 'optimizer' has 2 .* 1 of this .*Add that module to the"):
+        take_trained_parts({"model": joiner, "optimizer": ours}, told)
+    equal = trained_parts({"optimizer": ours})
+    take_trained_parts({"optimizer": ours}, equal)  # without any names, as long as the groups are equal
+
+
+class Masked(nn.Module):
+    """Counts its forwards, and keeps a mask of the largest input that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("rows", torch.zeros(1).expand(3), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        if self.mask is None or len(self.mask) < x.shape[1]:
+            self.mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        self.rows = self.rows + 1
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.ones(2), persistent=False)
+        return x
+
+
+def test_buffers_that_are_not_saved_are_taken_over_even_if_they_are_made_later_or_have_grown():
+    member, joiner = nn.Sequential(Masked(), Masked()), nn.Sequential(Masked(), Masked())
+    count = joiner[0].count
+    joiner[0](torch.ones(1, 2))
+    member[0](torch.ones(1, 3))
+    member[0](torch.ones(1, 4))
+    take_trained_parts({"model": joiner}, trained_parts({"model": member}))
+    theirs, ours = dict(member.named_buffers()), dict(joiner.named_buffers())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours["0.count"] is count and ours["0.mask"].shape == (4, 4) and not joiner.state_dict()
+
+
+#: Rank 1 dies after the others have changed what is trained, and later rank 0; the others wait for those that take
+#: their places.
+SCRIPT = """
+    import hashlib, os, signal, torch
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.torch import DistributedOptimizer, GradientAverager, TrainingState
+    from tests.joiners import wait_for_joiners
+    from tests.torch.test_training_state import network
+    from tests.worker import report
+
+    way = os.environ["TEST_WAY"]
+    ring.init(ranks=3, on_failure="replace")
+    slot, number = ring.rank(), current().world_rank
+    torch.manual_seed(1)
+    model = network()
+    model[0].requires_grad_(way == "freeze")
+    if way == "groups":
+        averager = GradientAverager(model)
+        optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), 0.01, momentum=0.5)
+    else:
+        plain = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5)
+        optimizer = DistributedOptimizer(plain, model.named_parameters())
+    state = TrainingState(optimizer=optimizer, model=model, epoch=0, before=None)
+    for state.epoch in range(state.epoch, 4):
+        for batch in state.batches(range(4)):
+            if (state.epoch, batch) == (1, 0):
+                state.before = model[0].weight.detach().clone()
+                model[0].requires_grad_(way != "freeze")
+                if way == "freeze":
+                    model[1].eval()
+                if way == "groups":
+                    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
+            if (state.epoch, batch, number) in ((1, 2, 1), (3, 1, 0)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_for_joiners({0, 1, 2} - set(current().members.known[one].slot for one in current().world_ranks), 60)
+            optimizer.zero_grad()
+            model(torch.arange(12.0).reshape(3, 4) * (batch + slot + 1)).square().mean().backward()
+            optimizer.step()
+            state.commit()
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    momenta = [optimizer.state[p].get("momentum_buffer") for group in optimizer.param_groups for p in group["params"]]
+    found = {
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "momenta": [one if one is None else one.tolist() for one in momenta],
+        "flags": [p.requires_grad for p in model.parameters()],
+        "groups": [[len(group["params"]), group["lr"]] for group in optimizer.param_groups],
+        "modes": [module.training for module in model],
+        "moved": not torch.equal(state.before, model[0].weight),
+        "numbers": ring.all_gather_object(number),
+    }
+    report("found", found, slot)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["thaw", "freeze", "groups"])
+def test_processes_join_after_parameters_were_frozen_or_unfrozen(way):
+    result = run_ranks(SCRIPT, 3, env={"TEST_WAY": way}, timeout=int(120 * slowness()))
+    found = result.values("found")
+    assert found == [found[0]] * 3, str(result)
+    assert found[0]["numbers"] == [4, 3, 2]
+    assert found[0]["moved"] == (way != "freeze")
+    assert found[0]["flags"] == [way != "freeze"] * 2 + [True] * 4
+    assert found[0]["modes"] == [True, way != "freeze", True]
+    assert found[0]["groups"] == ([[4, 0.01], [2, 0.001]] if way == "groups" else [[6, 0.01]])
+    assert found[0]["momenta"].count(None) == 0
