@@ -34,11 +34,8 @@ from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
 from ring_plugins.torch.changes import (
     Claim,
-    are_some_replaced,
     is_claimed,
-    registrations,
     rejection,
-    replaced,
     still_there,
 )
 from ring_plugins.torch.consistency import TorchChecks
@@ -168,7 +165,7 @@ class BucketSets:
         changes.note()
         self._hooks.remove()
         self.drop_all()
-        self._seen_registrations = registrations()
+        self._seen_registrations = changes.registrations
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.all_named():
             names.setdefault(parameter, name)  # a shared parameter may be listed by each of its names
@@ -195,12 +192,12 @@ class BucketSets:
     @property
     def is_ordinary(self) -> bool:
         """Whether `current` would return the same buckets again while no change is noted and `seen` is what it was."""
-        return not (self._is_contested or self.holds or are_some_replaced() or self._hooks.arrivals is not None)
+        return not (self._is_contested or self.holds or changes.replaced or self._hooks.arrivals is not None)
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
-        if isinstance(self.model, nn.Module) and registrations() != self._seen_registrations:
-            self._seen_registrations = registrations()
+        if isinstance(self.model, nn.Module) and changes.registrations != self._seen_registrations:
+            self._seen_registrations = changes.registrations
             if [id(p) for p in self.model.parameters()] != [id(p) for p in self.parameters]:
                 self.take_parameters()
 
@@ -230,7 +227,7 @@ class BucketSets:
             buckets = self._make(trained, passes)
         buckets.has_others = self.claim.has_others
         buckets.replaced, buckets.noted = {}, ""
-        if self._held_sets or are_some_replaced():
+        if self._held_sets or changes.replaced:
             self._note(buckets, trained)
         if buckets.is_ordered == (self._hooks.arrivals is not None):
             self._hooks.arrivals = None if buckets.is_ordered else []
@@ -239,9 +236,9 @@ class BucketSets:
 
     def _note(self, buckets: GradientBuckets, trained: _Trained) -> None:
         """Note what a script has done with parameters that all ranks must have done, besides freezing some."""
-        buckets.replaced = {
-            name: found for name, one in itertools.compress(self.named, trained) if (found := replaced(one)) is not None
-        }
+        for name, one in itertools.compress(self.named, trained):
+            if (found := changes.replaced.get(id(one))) is not None and found.old() is one:
+                buckets.replaced[name] = found
         for other in sorted(self._held_sets - {trained}):
             names = [name for name, _ in itertools.compress(self.named, other)]
             buckets.noted += f"{' and ' if buckets.noted else ''}has trained only {listed(names)} in a pass before it"

@@ -208,7 +208,8 @@ def _dropped_error(name: str) -> RingError:
 
 # Registrations --------------------------------------------------------------------------------------
 
-_registrations = 0
+#: How many parameters and submodules have been registered with any module of this process so far.
+registrations = 0
 
 
 class Replaced:
@@ -220,13 +221,15 @@ class Replaced:
 
     Attributes:
         is_used: whether a gradient of the old one has come since.
+        old: a weak reference to it.
+        hook: by which it notes that.
     """
 
     def __init__(self, old: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         self.is_used = False
-        self._old, self._new = weakref.ref(old), [weakref.ref(one) for one in new]
+        self.old, self._new = weakref.ref(old), [weakref.ref(one) for one in new]
         # Comes before the hooks that average.
-        self._hook: Any = old.register_hook(self._note)  # type: ignore[no-untyped-call]
+        self.hook: Any = old.register_hook(self._note)  # type: ignore[no-untyped-call]
 
     def _note(self, gradient: torch.Tensor) -> None:
         self.is_used = True
@@ -235,33 +238,26 @@ class Replaced:
         """What came instead and is still there."""
         return [one for reference in self._new if (one := reference()) is not None]
 
-    def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether it tells about this parameter."""
-        return self._old() is parameter
 
-    def forget(self) -> None:
-        """Look at the parameter no longer."""
-        self._hook.remove()
-
-
-_replaced: dict[int, Replaced] = {}  # by identity
+#: By identity, an averager's parameters that scripts have replaced.
+replaced: dict[int, Replaced] = {}
 
 
 def _note_registration(module: nn.Module, name: str, value: Any) -> None:
-    global _registrations
-    _registrations += 1
+    global registrations
+    registrations += 1
     note()
     before = vars(module).get("_parameters", {}).get(name)
     before = vars(module).get("_modules", {}).get(name) if before is None else before
-    if before is value or (before is None and not _replaced):
+    if before is value or (before is None and not replaced):
         return
     new, old = _tensors(value), _tensors(before)
     for one in itertools.chain(new, old):
-        if (known := _replaced.pop(id(one), None)) is not None:
-            known.forget()
+        if (known := replaced.pop(id(one), None)) is not None:
+            known.hook.remove()
     for one in old:
         if one.requires_grad and is_claimed(one) and all(one is not other for other in new):
-            _replaced[id(one)] = Replaced(one, new)
+            replaced[id(one)] = Replaced(one, new)
 
 
 def _tensors(registered: Any) -> list[torch.Tensor]:
@@ -270,21 +266,5 @@ def _tensors(registered: Any) -> list[torch.Tensor]:
     return [] if registered is None else [registered]
 
 
-def replaced(parameter: torch.Tensor) -> Replaced | None:
-    """What a script has put in place of a parameter, None if nothing."""
-    known = _replaced.get(id(parameter))
-    return known if known is not None and known.is_of(parameter) else None
-
-
-def are_some_replaced() -> bool:
-    """Whether any parameter of an averager was replaced."""
-    return bool(_replaced)
-
-
 register_module_parameter_registration_hook(_note_registration)
 register_module_module_registration_hook(_note_registration)
-
-
-def registrations() -> int:
-    """How many parameters and submodules have been registered with any module of this process so far."""
-    return _registrations

@@ -18,6 +18,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry, FusionPlan
 from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, SliceGather, plan_rounds
 from ring_plugins.torch.device import array_of
+from ring_plugins.torch.tensor_memory import is_dense
 
 _address, _gradient_of = operator.methodcaller("data_ptr"), operator.attrgetter("grad")
 
@@ -161,15 +162,10 @@ def _describe(layout: _Layout) -> str:
 
 
 def _entry(name: str, parameter: torch.Tensor) -> Entry:
-    if not _is_dense(parameter):
+    if parameter.numel() and not is_dense(parameter):
         raise ArgumentError(
             f"parameter {name} of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} has gaps in "
             "its memory, so it has no slices; make it contiguous, or leave the optimizer unsharded."
         )
     dtype = str(parameter.dtype).removeprefix("torch.")
     return Entry(name, dtype, parameter.numel(), f"shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}")
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in any order of dimensions."""
-    return tensor.numel() == 0 or tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_plugins.core.control.wait import hindrances
+from ring_plugins.torch import changes
 from ring_plugins.torch import hooks as torch_hooks
-from ring_plugins.torch.changes import registrations
 from ring_plugins.torch.hooks import Hooks, OwnGradients, when_accumulated
 
 
@@ -165,10 +165,10 @@ def test_a_backward_that_raised_is_over_even_if_the_error_is_kept(method, monkey
 
 def test_new_parameters_and_modules_are_counted():
     model = nn.Linear(2, 2)
-    before = registrations()
+    before = changes.registrations
     model.extra = nn.Parameter(torch.ones(1))
     model.child = nn.Identity()
-    assert registrations() == before + 2
+    assert changes.registrations == before + 2
 
 
 def test_backwards_in_several_threads_do_not_disturb_each_other():
