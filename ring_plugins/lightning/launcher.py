@@ -7,6 +7,7 @@ import logging
 import signal
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -38,16 +39,6 @@ class RingLauncher:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` on every rank; `trainer` is not handed on."""
-        return self._launch(function, args, kwargs)
-
-    def kill(self, signum: int) -> None:
-        """Do nothing; Lightning calls this when the process gets a signal.
-
-        The ranks started from here need no copy of the signal: they end when this process does, and learn of an
-        orderly stop through the job itself.
-        """
-
-    def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         join_world(self._environment)
         try:
             return function(*args, **kwargs)
@@ -56,13 +47,20 @@ class RingLauncher:
             report_failure(error)
             raise
 
+    def kill(self, signum: int) -> None:
+        """Do nothing; Lightning calls this when the process gets a signal.
+
+        The ranks started from here need no copy of the signal: they end when this process does, and learn of an
+        orderly stop through the job itself.
+        """
+
 
 class RingFabricLauncher(RingLauncher):
     """The same for Fabric, whose functions take any keyword."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` on every rank."""
-        return self._launch(function, args, kwargs)
+        return super().launch(partial(function, *args, **kwargs))
 
 
 def join_world(environment: RingEnvironment) -> World:
@@ -106,7 +104,11 @@ def report_failure(error: BaseException) -> None:
     Only the first failure is reported, and orderly exits are not: Lightning's tuner ends with an exception, and a
     script may call ``sys.exit(0)`` on every rank.
     """
-    if not world.is_initialized() or world.current().topology.size == 1 or _is_orderly(error) or has_failed():
+    if not world.is_initialized() or world.current().topology.size == 1 or has_failed():
+        return
+    # Lightning 2.6.6, pytorch/utilities/exceptions.py:33; each of the two packages has a class of this name.
+    is_plain_exit = isinstance(error, SystemExit) and not error.code and not _is_sigterm(error)
+    if is_plain_exit or type(error).__name__ == "_TunerExitException":
         return
     _failed[:] = [world.current()]
     world.current().fail(error)
@@ -125,13 +127,6 @@ def set_exit_status(error: BaseException) -> None:
     """
     if _is_sigterm(error) and isinstance(error, SystemExit) and not error.code:
         error.code = _TERMINATED
-
-
-def _is_orderly(error: BaseException) -> bool:
-    # Lightning 2.6.6, pytorch/utilities/exceptions.py:33; each of the two packages has a class of this name.
-    is_tuner_exit = type(error).__name__ == "_TunerExitException"
-    is_plain_exit = isinstance(error, SystemExit) and not error.code and not _is_sigterm(error)
-    return is_tuner_exit or is_plain_exit
 
 
 def _is_sigterm(error: BaseException) -> bool:

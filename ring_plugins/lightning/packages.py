@@ -126,22 +126,18 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
     of(f"{fabric}.plugins.environments.cluster_environment", "ClusterEnvironment").register(RingEnvironment)
     of(f"{fabric}.strategies.strategy", "_BackwardSyncControl").register(BackwardSyncControl)
     _keep_lightning_from_starting_mpi(of(f"{fabric}.plugins.environments.mpi", "MPIEnvironment"))
-    _allow_compiled_modules(for_trainer, of(f"{trainer}.strategies", "SingleDeviceStrategy"))
+    # Let ``trainer.fit(torch.compile(model))`` accept it. Lightning 2.6.6, pytorch/utilities/compile.py:118, asks for
+    # an instance of ``SingleDeviceStrategy``, ``DDPStrategy`` or ``FSDPStrategy``, and asks nowhere else in the pytorch
+    # package for the first. In what matters to the compiler our strategy is one: this process drives one device and
+    # the module is not wrapped. Posing as ``DDPStrategy`` would claim a wrapper that is not there, and distribution at
+    # world size 1.
+    of(f"{trainer}.strategies", "SingleDeviceStrategy").register(for_trainer)
     _register(for_trainer, of(f"{trainer}.strategies", "StrategyRegistry"))
     _register(for_fabric, of(f"{fabric}.strategies", "STRATEGY_REGISTRY"))
     return Strategies(for_trainer, for_fabric, of(f"{trainer}.callbacks", "Callback"))
 
 
 # One object for both packages --------------------------------------------------------------------
-
-
-def _set_accelerator(strategy: Any, accelerator: Any) -> None:
-    _move_to_package_of(accelerator, strategy)
-    strategy._accelerator = accelerator
-
-
-#: The first thing that a Trainer sets on a strategy.
-_accelerator = property(lambda strategy: strategy._accelerator, _set_accelerator)
 
 
 def _make_interchangeable(first: Any, second: Any) -> None:
@@ -152,17 +148,17 @@ def _make_interchangeable(first: Any, second: Any) -> None:
         base.register(strategy)
 
 
-def _move_to_package_of(accelerator: Any, strategy: Any) -> None:
-    """Turn `strategy` into its counterpart if `accelerator` belongs to the counterpart's package.
+def _set_accelerator(strategy: Any, accelerator: Any) -> None:
+    """Turn `strategy` into its counterpart if `accelerator` belongs to the counterpart's package, and keep that.
 
     Raises:
         ArgumentError: If `strategy` is of a user's own subclass, which has no counterpart.
     """
-    if accelerator is None or isinstance(accelerator, strategy.accelerator_type):
-        return
     own: Any = next(cls for cls in type(strategy).__mro__ if cls in _counterparts or cls is object)
     counterpart: Any = _counterparts.get(own)
-    if counterpart is None or not isinstance(accelerator, counterpart.accelerator_type):
+    is_counterparts = counterpart is not None and isinstance(accelerator, counterpart.accelerator_type)
+    if not is_counterparts or isinstance(accelerator, strategy.accelerator_type):
+        strategy._accelerator = accelerator
         return
     if own is not type(strategy):
         raise ArgumentError(
@@ -172,6 +168,11 @@ def _move_to_package_of(accelerator: Any, strategy: Any) -> None:
         )
     strategy.__class__ = counterpart
     counterpart.__init__(strategy, **strategy.arguments)
+    strategy._accelerator = accelerator
+
+
+#: The first thing that a Trainer sets on a strategy.
+_accelerator = property(lambda strategy: strategy._accelerator, _set_accelerator)
 
 
 # Changes for which Lightning has no public interface ----------------------------------------------
@@ -181,17 +182,6 @@ def _register(strategy: type, registry: Any) -> None:
     """Enter `strategy` into a ``StrategyRegistry``. Lightning has no entry points for this."""
     for name, arguments in _REGISTERED.items():
         registry.register(name, strategy, description=f"{strategy.__name__}({arguments})", override=True, **arguments)
-
-
-def _allow_compiled_modules(strategy: type, single_device_strategy: Any) -> None:
-    """Let ``trainer.fit(torch.compile(model))`` accept `strategy`.
-
-    Lightning 2.6.6, pytorch/utilities/compile.py:118, asks for an instance of ``SingleDeviceStrategy``, ``DDPStrategy``
-    or ``FSDPStrategy``, and asks nowhere else in the pytorch package for the first. In what matters to the compiler our
-    strategy is one: this process drives one device and the module is not wrapped. Posing as ``DDPStrategy`` would claim
-    a wrapper that is not there, and distribution at world size 1.
-    """
-    single_device_strategy.register(strategy)
 
 
 def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:

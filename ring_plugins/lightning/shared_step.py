@@ -140,24 +140,20 @@ class SharedStep:
         def evaluate() -> Any:
             nonlocal evaluations
             evaluations += 1
-            if evaluations > 1:
-                self._check_can_evaluate_again(optimizer)
+            if evaluations > 1 and (self._exceptions or self._accumulates()):
+                raise ArgumentError(
+                    f"{type(optimizer).__name__} evaluates its closure several times a step"
+                    + (
+                        ", but a closure has only the last of the batches whose gradients are accumulated. Use "
+                        "accumulate_grad_batches=1 (and no sync_grad=False) with it."
+                        if self._accumulates()
+                        else " and changes the weights in between, so a step cannot be skipped. Use RingStrategy "
+                        "without skip_step_on for it."
+                    )
+                )
             loss = closure()
             if self._failure is not None:
                 raise self._failure
             return self._averager.average_loss(loss) if reads_loss(optimizer) else loss
 
         return evaluate
-
-    def _check_can_evaluate_again(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        if self._accumulates():
-            raise ArgumentError(
-                f"{name} evaluates its closure several times a step, but a closure has only the last of the batches "
-                "whose gradients are accumulated. Use accumulate_grad_batches=1 (and no sync_grad=False) with it."
-            )
-        if self._exceptions:
-            raise ArgumentError(
-                f"{name} evaluates its closure several times a step and changes the weights in between, so a step "
-                "cannot be skipped. Use RingStrategy without skip_step_on for it."
-            )

@@ -35,7 +35,7 @@ from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
-from ring_plugins.lightning.sync_batchnorm import for_device
+from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.consistency import parameter_checksums
@@ -174,7 +174,9 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer)  # before the weights, of which other numbers make other shapes
         if is_fitting and self.is_distributed and self._layer_sync:
-            layer_sync = for_device(self._layer_sync, self.root_device)
+            is_torchs = type(self._layer_sync).__name__ == "TorchSyncBatchNorm"
+            is_on_host = is_torchs and self.root_device.type == "cpu"
+            layer_sync: Any = HostSyncBatchNorm() if is_on_host else self._layer_sync
             self.model = layer_sync.apply(self.model)
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         super().setup(trainer)
@@ -189,7 +191,10 @@ class RingTrainerLogic(RingParallelLogic):
             self._set_up.callback(self._averager.close)
             self._averager.compare_options(partial(_groups_of, self))
             self._shared_step = SharedStep(
-                self._averager, self.lightning_module.automatic_optimization, self._may_accumulate, self._skip_step_on
+                self._averager,
+                self.lightning_module.automatic_optimization,
+                lambda: self._accumulates or self._trainer.accumulate_grad_batches > 1,
+                self._skip_step_on,
             )
 
     @override
@@ -283,13 +288,6 @@ class RingTrainerLogic(RingParallelLogic):
     def _check_drift(self, averager: GradientAverager) -> None:
         self._drift.after_step(lambda: parameter_checksums(averager.named_parameters), averager.communicator)
 
-    def _compare_weights(self, averager: GradientAverager, when: str) -> None:
-        averager.checks.weights.compare(when, averager.communicator)
-
-    def _may_accumulate(self) -> bool:
-        """Whether the step that is being computed may have gradients of batches before."""
-        return self._accumulates or self._trainer.accumulate_grad_batches > 1
-
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -309,7 +307,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._averager.check()
             if self._averager.steps and not has_failed():
-                self._compare_weights(self._averager, "before this checkpoint is saved")
+                self._averager.checks.weights.compare("before this checkpoint is saved", self._averager.communicator)
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -321,7 +319,7 @@ class RingTrainerLogic(RingParallelLogic):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._averager is not None:
-            self._compare_weights(self._averager, "when training ended")
+            self._averager.checks.weights.compare("when training ended", self._averager.communicator)
         self._broadcast_all_buffers()
 
     @override

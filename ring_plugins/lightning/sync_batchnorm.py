@@ -15,12 +15,6 @@ from ring_plugins.core.collectives.fingerprint import purpose
 _PURPOSE = "synchronized batch normalization"
 
 
-def for_device(layer_sync: Any, device: torch.device) -> Any:
-    """The plugin to use instead of `layer_sync`, which the Trainer chose: ours in place of torch's, on the CPU."""
-    is_torch = type(layer_sync).__name__ == "TorchSyncBatchNorm"
-    return HostSyncBatchNorm() if is_torch and device.type == "cpu" else layer_sync
-
-
 class HostSyncBatchNorm:
     """A Lightning ``LayerSync``: batch norm layers compute their statistics over the whole batch of all ranks."""
 

@@ -40,18 +40,12 @@ def register() -> None:
     if not dist.is_available() or "ring" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu", "cuda"])
-    _leave_out_of_flight_recorder()
-    replace_env_rendezvous()
-
-
-def _leave_out_of_flight_recorder() -> None:
-    """From 2.15 on, torch records every group whose backend is not in a set of names; it can do so only in C++.
-
-    The set is private. Environment variables can only turn the recorder off for all groups.
-    """
+    # From 2.15 on, torch records every group whose backend is not in a set of names; it can do so only in C++. The set
+    # is private. Environment variables can only turn the recorder off for all groups.
     without = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if isinstance(without, set):
         without.add("ring")
+    replace_env_rendezvous()
 
 
 def create_process_group(options: Any, _backend_options: Any = None) -> RingProcessGroup:

@@ -181,18 +181,12 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        _check_order(context.name, context.number)
+        if current().topology.size > 1:
+            by_rank = current().communicator.all_gather_object((context.name, context.number), "backward")
+            if len(set(by_rank)) > 1:
+                calls = ", ".join(f"rank {rank}: {name} (number {n})" for rank, (name, n) in enumerate(by_rank))
+                raise MismatchError(
+                    f"the ranks are in the backward of different collectives of ring_plugins.torch: {calls}. Use the "
+                    "result of every collective in the loss of all ranks, if need be multiplied by zero."
+                )
         return context.call(gradients[0].contiguous()), None, None, None
-
-
-def _check_order(name: str, number: int) -> None:
-    """Raise on all ranks unless all are in the backward of the same collective; collective."""
-    if current().topology.size == 1:
-        return
-    by_rank = current().communicator.all_gather_object((name, number), "backward")
-    if len(set(by_rank)) > 1:
-        calls = ", ".join(f"rank {rank}: {name} (number {number})" for rank, (name, number) in enumerate(by_rank))
-        raise MismatchError(
-            f"the ranks are in the backward of different collectives of ring_plugins.torch: {calls}. Use the result of "
-            "every collective in the loss of all ranks, if need be multiplied by zero."
-        )

@@ -113,32 +113,20 @@ def replace_env_rendezvous() -> None:
         nonlocal served
         if "rank=" in url:
             return torch_handler(url, timeout=timeout, **options)
-        complete = all(launchers_value(name) for name in tcp.VARIABLES)
-        # The launcher's address is safe only the first time: later the store may hold keys of a destroyed group, or
-        # rank 0 may still be closing it while another rank connects.
-        is_stale = served > 0 and _world_is_the_environment()
+        values = [launchers_value(name) for name in tcp.VARIABLES]
+        if world.is_initialized():
+            # The launcher's address is safe only the first time: later the store may hold keys of a destroyed group, or
+            # rank 0 may still be closing it while another rank connects.
+            own = world.current().topology
+            ours, said = [str(own.rank), str(own.size)], [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
+            is_torchs = all(values) and not (served > 0 and ours == said)
+        else:  # torch's error names the variables that are missing, where there is no launcher
+            is_torchs = any(values) if launch.detect().launcher.is_none else all(values)
         served += 1
-        if (complete and not is_stale) or _is_half_set():
-            return torch_handler(url, timeout=timeout, **options)
-        return iter([store_from_world(timeout)])
+        return torch_handler(url, timeout=timeout, **options) if is_torchs else iter([store_from_world(timeout)])
 
     env_handler.asks_ring_plugins = True  # type: ignore[attr-defined]
     handlers["env"] = env_handler
-
-
-def _world_is_the_environment() -> bool:
-    """Whether our world has the rank and size that the environment variables say."""
-    if not world.is_initialized():
-        return False
-    topology = world.current().topology
-    return [str(topology.rank), str(topology.size)] == [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
-
-
-def _is_half_set() -> bool:
-    """Whether a process without a launcher has only some of torch's variables; torch's error names the others."""
-    if world.is_initialized() or not launch.detect().launcher.is_none:
-        return False
-    return any(launchers_value(name) for name in tcp.VARIABLES)
 
 
 def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:

@@ -165,18 +165,22 @@ class SlicedUpdates:
         """
         present = bytes(gradient is not None for some in gradients for gradient in some)
         sparse = any(g is not None and g.is_sparse for some in gradients for g in some) and not self._whole_tensors
-        description = zlib.crc32(present, self._options_hash()) << 1 | sparse
-        if self._comparison.differs(description) or sparse:
-            raise self._difference(gradients)
-        if not self._has_compared_weights:  # on all ranks, since all have loaded a state equally often
-            self._compare_weights()
-
-    def _options_hash(self) -> int:
-        """A number that is equal for equal options of the groups; tensors are left out, since they may be on a GPU."""
+        # A number that is equal for equal options; tensors are left out, since they may be on a GPU.
         plain = [value for group in self._optimizer.param_groups for value in _comparable(group).values()]
         if plain != self._options[0] or not self._options[1]:
             self._options = plain, zlib.crc32(repr(plain).encode(), self._adopted)
-        return self._options[1]
+        description = zlib.crc32(present, self._options[1]) << 1 | sparse
+        if self._comparison.differs(description) or sparse:
+            raise self._difference(gradients)
+        if not self._has_compared_weights:  # on all ranks, since all have loaded a state equally often
+            named: Any = self._named()
+            found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._communicator)
+            if found:
+                raise MismatchError(
+                    f"{found} A sharded optimizer would mix the ranks' weights. Call "
+                    "ring_plugins.torch.broadcast_parameters(model) before the first step."
+                )
+            self._has_compared_weights = True
 
     def _difference(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> MismatchError:
         """The error for ranks that are about to make different updates, or one that cannot be divided. Collective."""
@@ -199,16 +203,6 @@ class SlicedUpdates:
             "sparse='densify'."
         )
 
-    def _compare_weights(self) -> None:
-        named: Any = self._named()
-        found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._communicator)
-        if found:
-            raise MismatchError(
-                f"{found} A sharded optimizer would mix the ranks' weights. Call "
-                "ring_plugins.torch.broadcast_parameters(model) before the first step."
-            )
-        self._has_compared_weights = True
-
     def _parts(self) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
         return itertools.chain.from_iterable(slices.parts() for slices in self._slices)
 
@@ -227,9 +221,6 @@ class SlicedUpdates:
         self._adopted = zlib.crc32(have, self._adopted)
         self._options = [], 0
         whole.clear()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)  # calls `_take_loaded_state`
 
     def state_dict(self, to: int | None) -> dict[str, Any]:
         rank = self._communicator.ranks[self._communicator.rank]

@@ -176,7 +176,19 @@ def monitored_barrier(
     """
     limit = timeout or _BARRIER_TIMEOUT
     if rank == 0:
-        _monitor(store, size, limit, wait_all_ranks)
+        end = time.monotonic() + limit.total_seconds()
+        missing = list(range(1, size))
+        while missing := [other for other in missing if not store.check([f"arrived/{other}"])]:
+            if time.monotonic() > end:
+                text = (
+                    f"{name_ranks(missing if wait_all_ranks else missing[:1])} of {size} did not call "
+                    f"monitored_barrier within {limit} of rank 0. Have all ranks called it, and do the others' outputs "
+                    "show errors?"
+                )
+                store.set("outcome", text)
+                raise TimeoutExceeded(text)
+            time.sleep(0.002)
+        store.set("outcome", _PASSED.decode())
         return
     store.set(f"arrived/{rank}", "")
     outcome = _wait_for(
@@ -187,18 +199,3 @@ def monitored_barrier(
     )
     if outcome != _PASSED:
         raise TimeoutExceeded(quoted(outcome.decode(errors="replace"), 4000))  # which anybody may have set
-
-
-def _monitor(store: Store, size: int, limit: timedelta, wait_all_ranks: bool) -> None:
-    end = time.monotonic() + limit.total_seconds()
-    missing = list(range(1, size))
-    while missing := [other for other in missing if not store.check([f"arrived/{other}"])]:
-        if time.monotonic() > end:
-            text = (
-                f"{name_ranks(missing if wait_all_ranks else missing[:1])} of {size} did not call monitored_barrier "
-                f"within {limit} of rank 0. Have all ranks called it, and do the others' outputs show errors?"
-            )
-            store.set("outcome", text)
-            raise TimeoutExceeded(text)
-        time.sleep(0.002)
-    store.set("outcome", _PASSED.decode())

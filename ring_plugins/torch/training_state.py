@@ -119,12 +119,22 @@ class TrainingState(ListedState):
         length = len(loader) if isinstance(loader, Sized) else None
         if self._shards != current().members.shards:
             self._shards = current().members.shards
-            self._compare_lengths(length)
+            if told := if_different(length):
+                raise MismatchError(
+                    f"ranks have different numbers of batches since the job has grown: {told}. Divide data by a "
+                    "DistributedSampler or an ElasticSampler, which batches() divides anew, or by ring.rank() and "
+                    "ring.size() where each epoch begins."
+                )
         skipped = 0
         if self._resumes:
             self._resumes, skipped = False, self._batch
             with fails_alone():
-                self._check_length(length)
+                if self._batches not in (None, length):
+                    raise MismatchError(
+                        f"this loader has {length} batches, and had {self._batches} on the ranks that this process has "
+                        "joined. Make samplers once, with ring.size() and ring.rank() as they are when the script "
+                        "starts."
+                    )
         self._batch, self._batches, self._is_in_epoch, self._data = skipped, length, True, data
         try:
             for batch in batches_from(loader, skipped):
@@ -148,8 +158,13 @@ class TrainingState(ListedState):
         elif self._is_where_it_joined():  # at that place, or where the epoch began
             return
         if not self._let_join(added=not self._is_in_epoch) and self._has_joined:
+            # Ranks are to be at the same place: a joiner that does not use `batches` is in another step. The next pass
+            # of gradients compares that, if there is one until the next call.
             self._commits += 1
-            self._compare()
+            was_compared, communicator = common_place.is_compared, current().communicator
+            common_place.take(self._integers())
+            if not was_compared and communicator.size > 1:
+                common_place.say(communicator)
 
     def _described(self) -> str:
         averaged = averaged_orders({name: getattr(self, name) for name in self._names})
@@ -175,37 +190,9 @@ class TrainingState(ListedState):
         self._has_joined, self._commits = True, 0
         common_place.take(self._integers())
 
-    def _check_length(self, length: int | None) -> None:
-        """Check that in this epoch, in whose middle this process has joined, it has as many batches as the others."""
-        if self._batches not in (None, length):
-            raise MismatchError(
-                f"this loader has {length} batches, and had {self._batches} on the ranks that this process has joined. "
-                "Make samplers once, with ring.size() and ring.rank() as they are when the script starts."
-            )
-
-    def _compare_lengths(self, length: int | None) -> None:
-        """Check that all ranks have equally many batches since the job has grown."""
-        if told := if_different(length):
-            raise MismatchError(
-                f"ranks have different numbers of batches since the job has grown: {told}. Divide data by a "
-                "DistributedSampler or an ElasticSampler, which batches() divides anew, or by ring.rank() and "
-                "ring.size() where each epoch begins."
-            )
-
     def _integers(self) -> dict[str, int]:
         """What says where this rank is; calls are counted, so that passes compare the same one on all ranks."""
         return {**self._integers_of(self._names), "batches": self._batch, "calls of commit": self._commits}
-
-    def _compare(self) -> None:
-        """Check that ranks are at the same place: a joiner that does not use `batches` is in another step.
-
-        The next pass of gradients does, if there is one until the next call.
-        """
-        was_compared = common_place.is_compared
-        common_place.take(self._integers())
-        communicator = current().communicator
-        if not was_compared and communicator.size > 1:
-            common_place.say(communicator)
 
 
 def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> dict[str, Any] | None:
