@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import gc
+import json
 import logging
 import os
 import re
@@ -2204,3 +2205,11 @@ def sets_of_parameters_that_differ_in_no_sync_only_are_named() -> None:
 ONLY = os.environ.get("TEST_ONLY", "").split(",")
 run([check for check in CHECKS if ONLY == [""] or check.__name__ in ONLY])
 report("launched by NCCL", len(LAUNCHES))
+for turn, names in json.loads(os.environ.get("TEST_AGAIN") or "{}").items():
+    if turn == "overlapped":
+        os.environ["RING_OVERLAP"] = "1"
+    else:
+        os.environ["RING_OVERLAP"] = ""
+        LAUNCHES = install_for_torch()[0].log
+    run([check for check in CHECKS if check.__name__ in names], f" {turn}")
+    report(f"launched by NCCL {turn}", len(LAUNCHES))

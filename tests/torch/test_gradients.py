@@ -1,5 +1,6 @@
 """Averaged gradients on one to three ranks; the checks themselves are in checks_gradients.py."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,15 +64,16 @@ REGISTERED = (
 # Checks in which it matters that the communication thread works while autograd does.
 OVERLAPPED = (EQUALITY, SWITCH, "tuned_buckets_change_between_steps_and_results_do_not", "unused_parameters")
 OVERLAPPED += ("sparse_gradients_gathered_or_densified", "averagers_that_were_dropped_leave_nothing_behind")
+# Checks that run again in the ordinary launch, behind all others: overlapped, and on a stand-in for GPUs and for NCCL.
+AGAIN = {"overlapped": (EQUALITY, SWITCH), "on GPUs": (EQUALITY, SWITCH, "unused_parameters")}
+ORDINARY = Launch("spawned", 2)
 LAUNCHES = [
     Launch("spawned", 1),
-    Launch("spawned", 2),
-    Launch("spawned", 2, only=(EQUALITY, SWITCH), overlap="1"),
+    ORDINARY,
     Launch("spawned", 2, overlap="1", slow=True),
     Launch("spawned", 3, only=(EQUALITY, SWITCH), overlap="1", slow=True),
     Launch("spawned", 4, only=(EQUALITY, SWITCH), overlap="0", slow=True),
     Launch("spawned", 5, only=(EQUALITY, SWITCH), overlap="0", slow=True),
-    Launch("spawned", 2, gpu="GPU", only=(EQUALITY, SWITCH, "unused_parameters")),
     Launch("spawned", 2, gpu="GPU", slow=True),
     # Three ranks on two nodes: two of them share memory, and the nodes have different numbers of ranks.
     Launch("mpirun", 3, "1,2", only=BETWEEN_HOSTS, slow=True),
@@ -85,6 +87,7 @@ LAUNCHES = [
 def outcome(launch: Launch) -> Result:
     env = {"RING_VIRTUAL_NODES": launch.nodes, "TEST_GPU_STAND_IN": launch.gpu, "TEST_ONLY": ",".join(launch.only)}
     env |= {"RING_OVERLAP": launch.overlap, "RING_NCCL_REGISTER": launch.registered}
+    env |= {"TEST_AGAIN": json.dumps(AGAIN)} if launch == ORDINARY else {}
     return run_ranks(CHECKS, launch.ranks, launch.launcher, env=env, timeout=200, check=False)
 
 
@@ -102,6 +105,14 @@ def test_gradients(launch: Launch, name: str) -> None:
     for rank in range(launch.ranks):
         assert result.reports.get(rank, {}).get(name) == "ok", result
         assert (result.reports[rank]["launched by NCCL"] > 10) == bool(launch.gpu)
+
+
+@pytest.mark.parametrize(("turn", "name"), [(turn, name) for turn, names in AGAIN.items() for name in names])
+def test_gradients_again(turn: str, name: str) -> None:
+    result = outcome(ORDINARY)
+    for rank in range(ORDINARY.ranks):
+        assert result.reports.get(rank, {}).get(f"{name} {turn}") == "ok", result
+        assert (result.reports[rank][f"launched by NCCL {turn}"] > 10) == (turn == "on GPUs")
 
 
 def test_a_single_rank_averages_through_a_communicator_that_it_is_given(gpu) -> None:  # as benchmarks/gpu_step.py does
