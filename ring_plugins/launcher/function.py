@@ -36,6 +36,7 @@ from ring_plugins.launcher.calls import Driver, DriverConnection, RankProcess, c
 from ring_plugins.launcher.hosts import is_this_host, parse_hosts, slots
 from ring_plugins.launcher.outcomes import (
     GRACE_SECONDS,
+    Outcome,
     RankResults,
     call,
     check_options,
@@ -104,9 +105,8 @@ def run(
     if hosts is not None and not isinstance(hosts, str):
         raise ArgumentError(f'hosts={hosts!r} is not a text: name hosts as in hosts="host1:2,host2:2".')
     check_options("ranks", ranks, timeout, env)
-    available = cores()
     if ranks is None:
-        ranks = slots(parse_hosts(hosts)) if hosts else available
+        ranks = slots(parse_hosts(hosts)) if hosts else cores()
     if not detect().launcher.is_none or (world.is_initialized() and world.current().topology.size > 1):
         raise LaunchError(
             f"this process is itself a rank, and ring_plugins.run() would start {ranks} more from each; start the "
@@ -116,22 +116,43 @@ def run(
     policy.check_size(ranks)
     variables = {"PYTHONPATH": os.pathsep.join(search_path()), **(env or {})}
     packed = pack_call(function, args, kwargs, [] if "PYTHONPATH" in (env or {}) else search_path_of_user())
+    return results(*gather(packed, ranks, policy, variables, timeout, hosts, interface, tag_output))
+
+
+def gather(
+    packed: bytes,
+    ranks: int,
+    policy: FailurePolicy,
+    variables: Mapping[str, str],
+    timeout: float | None,
+    hosts: str | None = None,
+    interface: str | None = None,
+    tag_output: bool = False,
+) -> tuple[list[Outcome], int, str | None]:
+    """Run a packed call on ranks; returns the arguments of `outcomes.results`.
+
+    Args:
+        packed: from `pack_call`.
+        ranks, timeout, hosts, interface, tag_output: as for `run`.
+        policy: what happens when ranks are lost.
+        variables: to set for the ranks.
+    """
     calls_ring_run = hosts is not None or policy.recovers
     with contextlib.ExitStack() as stack:
         is_redirected = sys.stdout is not sys.__stdout__  # as in a notebook
         relay = stack.enter_context(Relay(tag_output and not calls_ring_run, always=is_redirected))
         driver = stack.enter_context(Driver(listens=calls_ring_run))
         if not calls_ring_run:
-            threads = {"OMP_NUM_THREADS": str(max(1, available // ranks))}
+            threads = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
             stack.enter_context(local_ranks(driver, ranks, {**threads, **os.environ, **variables}, relay))
-            return results(driver.outcomes(packed, ranks, lambda: None, timeout))
+            return driver.outcomes(packed, ranks, lambda: None, timeout), 0, None
         hosts = hosts or f"localhost:{ranks}"  # a scheduler may have allocated further hosts
         remote = RemoteRanks(driver, ranks, hosts, policy, interface, variables, tag_output, relay)
         stack.enter_context(remote)
         if not policy.recovers:
-            return results(driver.outcomes(packed, ranks, remote.trouble, timeout))
+            return driver.outcomes(packed, ranks, remote.trouble, timeout), 0, None
         outcomes = driver.outcomes(packed, ranks, remote.trouble, timeout, MOST_MEMBERS)
-        return results(outcomes, ranks, remote.failure())
+        return outcomes, ranks, remote.failure()
 
 
 @contextlib.contextmanager

@@ -1,31 +1,34 @@
-"""`ring_plugins.ray.run`: calls a function on several Ray actors and returns the results to the driver."""
+"""`ring_plugins.ray.run`: calls a function on several Ray actors and returns the results to the driver.
+
+If lost ranks are to be replaced, one actor has the resources of all ranks, and calls the function as
+`ring_plugins.run` does: under `ring run`, which replaces processes. The driver itself could not: it sees neither how
+far the processes of another host are, nor the memory in which they would meet.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import pickle
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency, SharedMemoryError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
 from ring_plugins.core.base.install import pip_command
-from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.own_python import search_path
 from ring_plugins.core.base.progress_line import ProgressLine
-from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import reserve_port
-from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import record
-from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
+from ring_plugins.launcher.function import gather
 from ring_plugins.launcher.meeting import assign_ranks, rank_environment
 from ring_plugins.launcher.outcomes import (
-    LEFT,
-    NOT_JOINED,
     Failure,
     Outcome,
     RankResults,
@@ -34,8 +37,8 @@ from ring_plugins.launcher.outcomes import (
     collect,
     pack_call,
     results,
+    search_path_of_user,
 )
-from ring_plugins.launcher.restart import MOST, recent
 
 T = TypeVar("T")
 #: Seconds between two looks at what Ray has started.
@@ -63,8 +66,9 @@ def run(
     or starts a cluster as usual.
 
     With `on_failure="continue"` the others go on when a rank's actor, its process or its node is lost, as
-    docs/healing.md says, and the results of those that are left are returned. With `"replace"`, another actor also
-    takes its place, if all are on one node. An exception still ends all.
+    docs/healing.md says, and the results of those that are left are returned. With `"replace"`, all ranks are processes
+    of one actor, which has the resources of all; another process takes the place of a lost one. An exception still ends
+    all.
 
     Args:
         function: the function; it may come from a notebook or be a closure.
@@ -84,7 +88,7 @@ def run(
     Raises:
         RankFailed: the function raised on a rank, or the rank's actor died; the text names rank and host. With
             `on_failure`: it raised, or fewer ranks than `min_ranks` were left.
-        ArgumentError: the function or an argument cannot be used, or `on_failure` not on these nodes.
+        ArgumentError: the function or an argument cannot be used.
         LaunchError: the cluster has no room for all ranks.
         TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         MissingDependency: ray is not installed.
@@ -106,6 +110,8 @@ def run(
     actors = _RankActors(ray, ranks, needs, placement, dict(env or {}), policy)
     try:
         actors.start(start_timeout)
+        if policy.replaces:
+            return results(*actors.outcomes_of_one(packed, timeout))
         return results(actors.outcomes(packed, timeout), ranks if policy.recovers else 0)
     finally:
         actors.end()
@@ -156,58 +162,51 @@ class _RankActor:
         self._reserved = reserve_port()
         return socket.gethostname(), ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
 
-    def share_slots(self, ranks: int, others: Sequence[Address]) -> Address:
-        """Map the memory in which the ranks of one host meet, and later processes the others; returns where it is.
-
-        Args:
-            ranks: number of them.
-            others: where actors have it already; none if this one is to make it.
-        """
-        if not others:
-            self._segment = Segment.create(SharedMemoryRendezvous.nbytes(ranks))
-        for number, address in enumerate(others, 1):
-            # Some of them may have ended.
-            with contextlib.suppress(*[SharedMemoryError] * (number < len(others))):
-                self._segment = Segment.open(address, 0)
-                break
-        return self._segment.address
-
-    def call(self, packed: bytes, rank: int, environment: Mapping[str, str], size: int = 0, joins: int = 0) -> Outcome:
+    def call(self, packed: bytes, rank: int, environment: Mapping[str, str]) -> Outcome:
         """Run the packed call as a rank.
 
         Args:
             packed: what `pack_call` made.
             rank: number of this rank.
             environment: variables by which `ring_plugins.init()` finds the others.
-            size: number of ranks that meet in the memory of `share_slots`; 0 if they meet otherwise.
-            joins: number under which this process takes the place of a lost rank; 0 if it does not.
         """
         record.caller = "ring_plugins.ray.run"
         os.environ.update(environment)
         if config.LOSSES_TOLERATED.is_set():
             # Ray's own handler would fail the rank; see core/members/preemption_notice.py.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if size:
-            os.environ.update(child_environment(self._segment, rank, size, 0))
-        if joins:
-            os.environ[config.JOINS.name] = str(joins)
-            SharedMemoryRendezvous(self._segment, rank, size, []).slots.clear(rank)  # a former process's
         return call(packed, rank)
 
+    def gather(
+        self,
+        packed: bytes,
+        ranks: int,
+        policy: FailurePolicy,
+        needs: Mapping[str, float],
+        env: Mapping[str, str],
+        timeout: float | None,
+    ) -> tuple[list[Outcome], int, str | None]:
+        """Run the packed call on processes that this one starts, which may be replaced.
 
-class _Call(NamedTuple):
-    """A call of which an actor is to return the outcome.
+        Args:
+            packed, ranks, policy, timeout: as for `function.gather`.
+            needs, env: resources and variables of each rank.
+        """
+        # Ray counts threads for all ranks together.
+        threads = str(max(1, int(needs["CPU"])))
+        path = os.pathsep.join([*search_path(), *search_path_of_user()])
+        variables = {"OMP_NUM_THREADS": threads, "PYTHONPATH": path, **env}
+        if gpus := needs.get("GPU", 0.0):
+            packed = pack_call(_call_on_own_gpus, (packed, gpus), None)
+        return gather(packed, ranks, policy, variables, timeout)
 
-    Attributes:
-        rank, host: of the actor.
-        process: index of the actor and of its place among Ray's bundles.
-        started: a reference that is there once the actor runs, of one that takes the place of a lost rank; else None.
-    """
 
-    rank: int
-    host: str
-    process: int
-    started: Any = None
+def _call_on_own_gpus(packed: bytes, gpus: float) -> Any:
+    """Run a packed call in a rank that has so many of this host's GPUs, and shall see no others."""
+    devices, local = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), int(os.environ["LOCAL_RANK"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(local * gpus) :][: math.ceil(gpus)])
+    function, args, kwargs = pickle.loads(packed.partition(b"\n")[2])
+    return function(*args, **kwargs)
 
 
 class _RankActors:
@@ -225,19 +224,18 @@ class _RankActors:
         from ray.util import placement_group
 
         self._ray, self._ranks, self._needs, self._placement, self._policy = ray, ranks, needs, placement, policy
-        self._group = placement_group([dict(needs) for _ in range(ranks)], strategy=placement)
+        self._env, self._number = variables, 1 if policy.replaces else ranks
+        bundle = {name: amount * ranks / self._number for name, amount in needs.items()}
+        self._group = placement_group([dict(bundle) for _ in range(self._number)], strategy=placement)
         self._options = {
-            "num_cpus": needs["CPU"],
-            "num_gpus": needs.get("GPU", 0),
-            "resources": {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")},
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "resources": {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
             "max_restarts": 0,
             # With its own runtime environment an actor cannot use a process that Ray has started ahead.
             "runtime_env": {"env_vars": variables} if variables else None,
         }
         self._actors: list[Any] = []
-        self._replacements: list[list[float]] = [[] for _ in range(ranks)]
-        self._slots: list[Address] = []
-        self._number, self._ends_soon = ranks, False
 
     def _start(self, number: int) -> Any:
         """Start the actor of a bundle of the placement group."""
@@ -247,129 +245,73 @@ class _RankActors:
         return self._ray.remote(_RankActor).options(scheduling_strategy=where, **self._options).remote()
 
     def start(self, seconds: float) -> None:
-        """Start all actors, and assign their ranks.
+        """Start all actors.
 
         Args:
             seconds: to wait until Ray has room for all, and then until all run.
 
         Raises:
             LaunchError: it does not, or they do not.
-            ArgumentError: lost ones are to be replaced, and they are on several hosts.
         """
-        ray, ranks, each = self._ray, self._ranks, _describe(self._needs)
-        room = f"waiting for Ray to make room for {ranks} ranks of {each} each"
-        if not _wait_for(self._group.wait, lambda: room, seconds):
+        ray, number, placed = self._ray, self._number, f"placed {self._placement}"
+        what = f"{self._ranks} ranks of {_describe(self._needs)} each"
+        if self._policy.replaces:
+            placed = "on one node, where lost ones are replaced"
+        if not _wait_for(self._group.wait, lambda: f"waiting for Ray to make room for {what}", seconds):
             raise LaunchError(
-                f"after {seconds:g} s Ray has no room for {ranks} ranks of {each} each, placed {self._placement}: "
-                f"the cluster has {_describe(ray.cluster_resources())}, of which "
-                f"{_describe(ray.available_resources())} are free. Start fewer ranks, or add nodes."
+                f"after {seconds:g} s Ray has no room for {what}, {placed}: the cluster has "
+                f"{_describe(ray.cluster_resources())}, of which {_describe(ray.available_resources())} are free. "
+                "Start fewer ranks, or add nodes."
             )
-        self._actors += map(self._start, range(ranks))
+        self._actors += map(self._start, range(number))
         asked = [actor.location.remote() for actor in self._actors]
         came: list[Any] = []
 
         def have_started(seconds: float) -> bool:
-            came[:] = ray.wait(asked, num_returns=ranks, timeout=seconds)[0]
-            return len(came) == ranks
+            came[:] = ray.wait(asked, num_returns=number, timeout=seconds)[0]
+            return len(came) == number
 
-        if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {ranks} ranks", seconds):
+        if not _wait_for(have_started, lambda: f"Ray has started {len(came)} of {number} actors", seconds):
             raise LaunchError(
-                f"after {seconds:g} s Ray has started {len(came)} of {ranks} ranks, although it has room: `ray list "
+                f"after {seconds:g} s Ray has started {len(came)} of {number} actors, although it has room: `ray list "
                 "actors` shows the others' state. Give it longer with start_timeout."
             )
-        locations = ray.get(asked)
-        self._hosts = [host for host, _, _ in locations]
-        if self._policy.replaces:
-            self._share_slots(self._hosts)
-        self._assignments = assign_ranks(self._hosts)
-        first = next(process for process, assignment in enumerate(self._assignments) if assignment.rank == 0)
-        # It travels as an argument of a call; Ray shows runtime environments, such as `env`, to everyone.
-        self._rendezvous = (*locations[first][1:], secrets.token_hex(32))
-
-    def _share_slots(self, hosts: Sequence[str]) -> None:
-        """Let all actors map the memory in which processes that take the places of lost ones find the others.
-
-        Raises:
-            ArgumentError: they are on several hosts.
-        """
-        if len(set(hosts)) > 1:
-            raise ArgumentError(
-                'on_failure="replace" works on one node of Ray, but the ranks are on '
-                f'{", ".join(sorted(set(hosts)))}: pass placement="STRICT_PACK", or on_failure="continue".'
-            )
-        first, *others = self._actors
-        address = self._ray.get(first.share_slots.remote(self._ranks, []))
-        shared = [actor.share_slots.remote(self._ranks, [address]) for actor in others]
-        self._slots = [address, *self._ray.get(shared)]
+        self._locations = ray.get(asked)
 
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
-        """Run the call on every rank and collect the outcomes, in the order of their arrival."""
-        ray, waiting = self._ray, dict[Any, _Call]()
-        for process, (actor, assignment) in enumerate(zip(self._actors, self._assignments, strict=True)):
-            # They find each other in shared memory, or over the network.
-            size = self._ranks if self._policy.replaces else 0
-            variables = {} if size else rank_environment(assignment, *self._rendezvous)
-            reference = actor.call.remote(packed, assignment.rank, {**variables, **self._policy.environment}, size)
-            waiting[reference] = _Call(assignment.rank, self._hosts[process], process)
+        """Run the call on every actor and collect the outcomes, in the order of their arrival."""
+        ray, waiting = self._ray, dict[Any, tuple[int, str]]()
+        places = assign_ranks([host for host, _, _ in self._locations])
+        address, port = next(where[1:] for where, place in zip(self._locations, places, strict=True) if not place.rank)
+        secret = secrets.token_hex(32)
+        for actor, place, (host, _, _) in zip(self._actors, places, self._locations, strict=True):
+            # As an argument of a call; Ray shows runtime environments, such as `env`, to everyone.
+            variables = {**rank_environment(place, address, port, secret), **self._policy.environment}
+            waiting[actor.call.remote(packed, place.rank, variables)] = place.rank, host
 
         def poll(seconds: float) -> Iterator[Outcome]:
             for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
-                one = waiting.pop(reference)
+                rank, host = waiting.pop(reference)
                 try:
-                    outcome = ray.get(reference)
+                    yield ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    why = next(iter(str(error).strip().splitlines()), repr(error)).strip("'")
-                    failure = Failure(one.host, f"its actor ended: {why}", is_loss=True)
-                    outcome = Outcome(one.rank, failure=failure)
-                has_failed = outcome.failure is not None and not outcome.failure.is_loss
-                self._ends_soon = self._ends_soon or has_failed
-                is_gone = outcome.left == LEFT or (outcome.failure is not None and not has_failed)
-                if is_gone and (living := self._may_replace(one, waiting)):
-                    waiting.update([self._replace(packed, one, living)])
-                else:
-                    yield outcome
-            yield from self._never_started(waiting)
+                    yield Outcome(rank, failure=Failure(host, _end_of_actor(error), is_loss=True))
 
         return collect(self._ranks, poll, timeout, recovers=self._policy.recovers)
 
-    def _may_replace(self, lost: _Call, waiting: Mapping[Any, _Call]) -> list[Address]:
-        """Where a process that takes a lost place finds the others; nowhere if none is to take it.
-
-        Nobody takes it in a job that ends, where all others have ended, or of which too many have been lost.
-        """
-        is_hopeless = recent(self._replacements[lost.process]) >= MOST or self._number >= MOST_MEMBERS
-        if not self._policy.replaces or self._ends_soon or is_hopeless:
-            return []
-        return [self._slots[one.process] for one in waiting.values() if self._has_started(one)]
-
-    def _has_started(self, one: _Call) -> bool:
-        """Whether an actor runs; notes where it has mapped the memory of the slots."""
-        if one.started is None:
-            return True
-        if not self._ray.wait([one.started], timeout=0)[0]:
-            return False
-        with contextlib.suppress(self._ray.exceptions.RayError):  # it has died; its call says so
-            self._slots[one.process] = self._ray.get(one.started)
-        return True
-
-    def _replace(self, packed: bytes, lost: _Call, living: Sequence[Address]) -> tuple[Any, _Call]:
-        """Start an actor that takes the place of a lost one, and call the function in it."""
-        self._replacements[lost.process].append(time.monotonic())
-        logger.warning(f"starting another actor in the place of rank {lost.rank}.")
-        with contextlib.suppress(Exception):
-            self._ray.kill(self._actors[lost.process])  # one that has left on SIGTERM still has its resources
-        actor = self._actors[lost.process] = self._start(lost.process)
-        started = actor.share_slots.remote(self._ranks, living)
-        reference = actor.call.remote(packed, lost.rank, self._policy.environment, self._ranks, self._number)
-        self._number += 1
-        return reference, lost._replace(started=started)
-
-    def _never_started(self, waiting: dict[Any, _Call]) -> Iterator[Outcome]:
-        """Once all others have ended, the outcomes of actors for which Ray has found no room yet."""
-        if not any(map(self._has_started, waiting.values())):
-            for one in waiting.values():
-                yield Outcome(one.rank, left=NOT_JOINED)
-            waiting.clear()
+    def outcomes_of_one(self, packed: bytes, timeout: float | None) -> tuple[list[Outcome], int, str | None]:
+        """Have the only actor run the call on ranks of its own; returns the arguments of `results`."""
+        exceptions = self._ray.exceptions
+        (actor,) = self._actors
+        try:
+            gathered: tuple[list[Outcome], int, str | None] = self._ray.get(
+                actor.gather.remote(packed, self._ranks, self._policy, self._needs, self._env, timeout)
+            )
+        except exceptions.RayTaskError as error:  # as of a call whose time has passed
+            raise error.cause from None
+        except exceptions.RayError as error:
+            return [], self._ranks, _end_of_actor(error)
+        return gathered
 
     def end(self) -> None:
         """Remove all actors, and their placement group."""
@@ -380,3 +322,8 @@ class _RankActors:
                 self._ray.kill(actor)
         with contextlib.suppress(Exception):
             remove_placement_group(self._group)
+
+
+def _end_of_actor(error: Exception) -> str:
+    why = next(iter(str(error).strip().splitlines()), repr(error)).strip("'")
+    return f"its actor ended: {why}"

@@ -1,13 +1,14 @@
 """`ring_plugins.ray.run` on a local cluster: results, failures, and a driver that is killed."""
 
 import importlib.util
+import os
 import signal
 
 import pytest
 
 from ring_plugins.core.base import progress_line
-from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.ray.run import _RankActors, _wait_for
+from ring_plugins.launcher.outcomes import pack_call
+from ring_plugins.ray.run import _call_on_own_gpus, _wait_for
 from tests.documents import blocks
 from tests.launch import run_ranks, start_ranks
 from tests.launcher.cluster_jobs import check, script
@@ -61,7 +62,7 @@ HEALING = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_others_go_on_without_an_actor_that_is_killed_and_another_one_takes_its_place(monkeypatch):
+def test_the_others_go_on_without_a_rank_that_is_killed_and_another_process_takes_its_place(monkeypatch):
     monkeypatch.setattr("tests.launch.GRACE_SECONDS", 20.0)
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray would let other processes go first
     result = run_ranks(HEALING, 3, env=env, timeout=400)
@@ -76,17 +77,20 @@ def test_the_others_go_on_without_an_actor_that_is_killed_and_another_one_takes_
     results, lost = found["replace"]
     assert [one[:4] for one in results] == [[0, 0, 3, False], [1, 1, 3, True], [2, 2, 3, False]] and lost == []
     assert results[0][4] == results[1][4] == results[2][4]
-    assert "starting another actor in the place of rank 1." in result.output
+    assert "starting another process in the place of rank 1." in result.output
 
 
-def test_actors_of_several_nodes_cannot_be_replaced():
-    with pytest.raises(ArgumentError, match='ranks are on a, b: pass placement="STRICT_PACK"'):
-        object.__new__(_RankActors)._share_slots(["a", "b", "a"])
+def test_a_rank_that_is_a_process_of_an_actor_sees_its_own_gpus(monkeypatch):
+    asked = pack_call(os.getenv, ("CUDA_VISIBLE_DEVICES",), None)
+    for local, gpus, seen in ((0, 1.0, "4"), (2, 1.0, "6"), (1, 2.0, "6,7"), (1, 0.5, "4"), (2, 0.5, "5")):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        assert _call_on_own_gpus(asked, gpus) == seen
 
 
 def test_a_long_wait_for_ray_is_shown_and_ends(monkeypatch, capsys):
     monkeypatch.setattr(progress_line, "FIRST_SECONDS", 0.0)
     answers = iter([False, False, True])
-    assert _wait_for(lambda seconds: next(answers), lambda: "Ray has started 1 of 2 ranks", 60)
-    assert capsys.readouterr().err == "ring_plugins: Ray has started 1 of 2 ranks, after 0 s.\n"
+    assert _wait_for(lambda seconds: next(answers), lambda: "Ray has started 1 of 2 actors", 60)
+    assert capsys.readouterr().err == "ring_plugins: Ray has started 1 of 2 actors, after 0 s.\n"
     assert not _wait_for(lambda seconds: False, lambda: "", 0)
