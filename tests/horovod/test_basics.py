@@ -1,0 +1,62 @@
+"""Arguments of Horovod's functions mean what they mean there, or are rejected with what to write instead."""
+
+import inspect
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.horovod import basics
+from ring_plugins.horovod.basics import Average, Compression, Sum
+
+
+@pytest.mark.parametrize(
+    ("average", "op", "found"),
+    [(None, None, Average), (True, None, Average), (False, None, Sum), (None, Sum, Sum)],
+)
+def test_the_older_and_the_newer_argument_name_one_reduction(average, op, found):
+    assert basics.op_of(average, op) is found
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: basics.op_of(True, Sum), "say the same thing; pass only op"),
+        (lambda: basics.op_of("yes", None), "neither True nor False"),
+        (lambda: basics.op_of(None, "sum"), "must be hvd.Average, hvd.Sum"),
+        (lambda: basics.check_averages(Sum, 1.0), "multiply the learning rate by hvd.size"),
+        (lambda: basics.check_averages(Average, 0.0), "is not a positive number"),
+        (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none or hvd.Compression.fp16"),
+        (lambda: basics.check_process_set([0]), "collectives here are among all ranks"),
+        (lambda: basics.ProcessSet([0]), "collectives here are among all ranks"),
+        (lambda: basics.init(comm=[0]), "all processes that were started take part"),
+        (lambda: basics.init(process_sets=[0]), "collectives here are among all ranks"),
+        (basics.refuse_join, "give all ranks the same number of steps"),
+    ],
+)
+def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
+    with pytest.raises(ArgumentError, match=said):
+        call()
+
+
+def test_what_exists_is_passed_on():
+    assert basics.check_compression(Compression.none) is None
+    assert basics.check_compression(Compression.fp16) == "fp16"
+    basics.check_averages(Average, 2.0)
+    basics.check_process_set(None)
+    basics.check_process_set(basics.global_process_set)
+    assert [basics.gloo_built(), basics.ddl_built()] == [True, False]
+
+
+def test_a_grouped_operation_has_the_arguments_of_the_single_one(monkeypatch):
+    monkeypatch.setattr(basics, "all_or_none", lambda operation: operation)  # which needs a job
+    seen = []
+
+    def scale(tensor: int, factor: int = 2, name: str | None = None) -> int:
+        """One."""
+        seen.append(name)
+        return factor * tensor
+
+    grouped = basics.grouped(scale, tuple, compares_names=False)
+    assert (grouped.__name__, grouped([1, 2], factor=3, name="x")) == ("grouped_scale", (3, 6))
+    assert seen == ["x", "x"]
+    assert [*inspect.signature(grouped).parameters] == ["tensors", "factor", "name"]
