@@ -98,8 +98,9 @@ def gpu_paths() -> Iterator[Finding]:
     matrix = read_matrix(_nvidia_smi("topo", "-m"))
     yield from check_matrix(matrix)
     if any(name.startswith("GPU") for name in matrix):
+        cards = Path("/sys/class/infiniband")  # has one entry for each InfiniBand or RoCE card, such as "mlx5_0"
         yield from check_direct_rdma(
-            rdma_cards(),
+            sorted(card.name for card in cards.iterdir()) if cards.is_dir() else [],
             any(Path("/sys/module", module).exists() for module in ("nvidia_peermem", "nv_peer_mem")),
             _driver(),
             platform.release(),
@@ -119,12 +120,6 @@ def driver_version(text: str | None = None) -> str | None:
     """
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", _driver() if text is None else text)
     return found and found[1]
-
-
-def rdma_cards() -> list[str]:
-    """Names of the InfiniBand and RoCE cards, such as "mlx5_0"."""
-    cards = Path("/sys/class/infiniband")
-    return sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
 
 
 def read_matrix(text: str) -> dict[str, dict[str, str]]:
@@ -167,7 +162,10 @@ def check_matrix(matrix: dict[str, dict[str, str]]) -> Iterator[Finding]:
     far = []
     for gpu in gpus:
         cards = {other: kind for other, kind in matrix[gpu].items() if other not in gpus}
-        nearest = min(cards, key=lambda card: _distance(cards[card]), default=None)
+        starts = {
+            card: [place for place, start in enumerate(_ORDER) if cards[card].startswith(start)] for card in cards
+        }
+        nearest = min(cards, key=lambda card: starts[card] or [len(_ORDER)], default=None)
         if nearest is not None and cards[nearest] in THROUGH_THE_HOST:
             far.append((gpu, nearest, cards[nearest]))
     if far:
@@ -181,10 +179,6 @@ def check_matrix(matrix: dict[str, dict[str, str]]) -> Iterator[Finding]:
         )
     if gpus and not pairs and not far:
         yield fine("GPU paths", f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, none of whose paths crosses the host")
-
-
-def _distance(kind: str) -> int:
-    return next((place for place, start in enumerate(_ORDER) if kind.startswith(start)), len(_ORDER))
 
 
 def check_direct_rdma(cards: Sequence[str], peermem: bool, driver: str, kernel: str) -> Iterator[Finding]:

@@ -18,9 +18,9 @@ from ring_plugins.benchmarking import Curve, all_reduce_curve, host_backends
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.world import current
-from ring_plugins.doctor.facts import Facts, gather_facts
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.gpus import DRIVER
+from ring_plugins.doctor.host import Facts, own_facts
 from ring_plugins.doctor.links import Link, measure_links
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
@@ -81,8 +81,9 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
         The same examination on every rank.
     """
     show_progress("gathering facts from every rank")
-    facts = gather_facts()
-    nodes = current().topology.num_nodes
+    own = current().topology
+    facts: list[Facts] = ring.all_gather_object(own_facts(own.rank, own.node_rank, own.hosts))
+    nodes = own.num_nodes
     show_progress(f"measuring {nodes * (nodes - 1) // 2} pairs of hosts")
     links = measure_links(facts)
     show_progress("measuring all-reduce")

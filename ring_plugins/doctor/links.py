@@ -25,7 +25,7 @@ from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.net.network_choice import receive_timed, send_timed
 from ring_plugins.core.world import current
-from ring_plugins.doctor.facts import Facts
+from ring_plugins.doctor.host import Facts
 
 _PINGS, _WARM_UP = 40, 5
 _LARGE = 8 << 20

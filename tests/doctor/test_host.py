@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from ring_plugins.core.linux.interfaces import Interface
 from ring_plugins.doctor import host
 
 
@@ -36,3 +37,16 @@ def test_the_hosts_own_name(monkeypatch, addresses, severity):
     (finding,) = host.host_name()
     assert finding.severity.name == severity and "node1" in finding.summary
     assert ("/etc/hosts" in finding.remedy) == (addresses != ["10.0.0.1"])
+
+
+def test_addresses_are_grouped_by_interface_external_ones_first(monkeypatch):
+    addresses = [
+        Interface("lo", "127.0.0.1", 8, 0, True),
+        Interface("eth0", "10.0.0.1", 16, 0, False),
+        Interface("eth0", "10.1.0.1", 16, 0, False),
+    ]
+    monkeypatch.setattr(host.linux, "interfaces", lambda: addresses)
+    first, last = host.network_interfaces()
+    assert first.name == "eth0" and first.external
+    assert first.addresses == ("10.0.0.1", "10.1.0.1") and first.networks == ("10.0.0.0/16", "10.1.0.0/16")
+    assert last.name == "lo" and not last.external

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ring_plugins.doctor.facts import Facts, NetworkInterface
 from ring_plugins.doctor.findings import Severity
+from ring_plugins.doctor.host import Facts, NetworkInterface
 from ring_plugins.doctor.job import (
     ThreadCost,
     check_agreement,
