@@ -23,7 +23,6 @@ from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.logins import Logins
 from ring_plugins.launcher.meeting import Meeting
-from ring_plugins.launcher.mpirun_job import run_mpirun
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.processes import Processes
 
@@ -50,7 +49,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
     """
     with Processes() as processes, contextlib.ExitStack() as stack:
         if plan.mpirun is not None:
-            return _tell(run_mpirun(plan, processes), processes, notify)
+            return _tell(mpirun.run(plan.mpirun, plan.job, plan.is_local, processes), processes, notify)
         job, ranks = plan.job, iter(range(plan.job.ranks))
         hosts = [(part.host, [next(ranks) for _ in range(part.ranks)]) for part in job.shares if plan.hosts]
         hosts = hosts or [(socket.gethostname(), list(ranks))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +61,6 @@ class LaunchPlan:
         job: the job.
         mpirun: the mpirun that starts it, None if this process, or supervisors of its own on several hosts, do.
         notices: what the user should know, one line each.
-        hosts: names of the hosts on which ranks are started by ssh or the agent; empty on one host, and where a
-            scheduler starts the ranks.
         provisional: those of the notices that hold only until the hosts' cores are known; `adapt` replaces them.
         is_local: whether all ranks run on this host.
         recovers: whether the other ranks go on when one is killed.
@@ -75,7 +73,6 @@ class LaunchPlan:
     job: JobSpec
     mpirun: Mpirun | None
     notices: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = field(default=())
     provisional: tuple[str, ...] = ()
     is_local: bool = False
     recovers: bool = False
@@ -83,6 +80,11 @@ class LaunchPlan:
     standbys: int = 0
     max_ranks: int = 0
     own_report: Mapping[str, Any] | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts where ranks are started by ssh or the agent; none on one host, and where a scheduler starts them."""
+        return tuple(part.host for part in self.job.shares)
 
 
 def make_plan(options: Options) -> LaunchPlan:
@@ -141,12 +143,10 @@ def make_plan(options: Options) -> LaunchPlan:
         output_directory=str(Path(options.output_directory).absolute()) if options.output_directory else None,
         options=options.mpirun_options,
     )
-    hosts_to_reach = tuple(part.host for part in job.shares)
     return LaunchPlan(
         job,
         launcher,
         tuple(notices),
-        hosts_to_reach,
         provisional,
         is_local,
         recovers,

@@ -12,7 +12,7 @@ from ring_plugins.core import exit_hooks
 from ring_plugins.core.base import threads
 from ring_plugins.core.control import monitor
 from ring_plugins.core.gpu.connection import NcclConnection
-from ring_plugins.launcher import function, job, mpirun_job, preflight
+from ring_plugins.launcher import function, job, mpirun, preflight
 from ring_plugins.launcher.hosts import Share
 from ring_plugins.launcher.launch_plan import LaunchPlan
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
@@ -70,7 +70,7 @@ def test_a_job_whose_mpirun_nobody_hears_ends(died, monkeypatch, tmp_path):
     script.write_text("#!/bin/sh\necho a line >&2\nexec sleep 30\n")
     script.chmod(0o755)
     own = SimpleNamespace(pipe=os.pipe, close=os.close, fdopen=os.fdopen, environ=os.environ, write=broken)
-    monkeypatch.setattr(mpirun_job, "os", own)
+    monkeypatch.setattr(mpirun, "os", own)
     plan = LaunchPlan(
         JobSpec(("/bin/true",), 2, shares=(Share("a", 1), Share("b", 1))), Mpirun(str(script), "Open MPI", "5.0.11")
     )

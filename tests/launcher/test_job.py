@@ -15,7 +15,7 @@ def plan(command, ranks=2, **options):
 def test_the_command_of_a_plan_can_be_pasted():
     assert job.shell_command(plan(("python", "x.py"))) == "env 'MINE=a b' python x.py"
     spec = JobSpec(("python", "x.py"), 3, (Share("a", 1), Share("b", 2)))
-    assert job.shell_command(LaunchPlan(spec, None, hosts=("a", "b"))) == "python x.py  # ranks: 1 on a, 2 on b"
+    assert job.shell_command(LaunchPlan(spec, None)) == "python x.py  # ranks: 1 on a, 2 on b"
     assert job.shell_command(LaunchPlan(spec, Mpirun("/bin/mpirun", "Open MPI", "5.0"))).startswith("/bin/mpirun ")
 
 

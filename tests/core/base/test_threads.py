@@ -131,7 +131,7 @@ DEATH_TESTS = {
     ("core/exit_hooks.py", "_ABORTING"): "test_an_abort_that_raises_is_tried_once_and_the_process_ends",
     ("core/gpu/connection.py", "f'ring:abort {self._name}'"): "test_a_dead_abort_thread_of_a_gpu_is_told",
     ("core/net/listener.py", "'ring:listener'"): "test_a_thread_that_dies_ends_the_job_on_all_ranks",
-    ("launcher/mpirun_job.py", '"ring:mpirun\'s errors"'): "test_a_job_whose_mpirun_nobody_hears_ends",
+    ("launcher/mpirun.py", '"ring:mpirun\'s errors"'): "test_a_job_whose_mpirun_nobody_hears_ends",
     ("launcher/output.py", "f'ring:output {rank}'"): "test_a_dead_output_thread_closes_its_ranks_pipe",
     ("launcher/preflight.py", "'ring:preflight'"): "test_a_dead_preflight_thread_is_told",
     ("launcher/function.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
