@@ -42,19 +42,23 @@ def rank_environment(place: Topology, address: str, port: int, secret: str) -> d
     }
 
 
-def assign_ranks(hosts: Sequence[str]) -> list[Topology]:
+def place_ranks(processes: Sequence[tuple[str, str, int]], secret: str) -> list[tuple[int, dict[str, str]]]:
     """Assign a rank to every process that a scheduler has placed, so that the ranks of one host follow each other.
 
     Args:
-        hosts: the host of each process, in the scheduler's order.
+        processes: the host of each, its address and a port that is free there, in the scheduler's order.
+        secret: as for `rank_environment`.
 
     Returns:
-        The place of each process, in the same order.
+        The rank and the variables of each process, in the same order.
     """
+    hosts = [host for host, _, _ in processes]
     nodes = list(dict.fromkeys(hosts))
     order = sorted(range(len(hosts)), key=lambda process: (nodes.index(hosts[process]), process))
     by_rank = [hosts[process] for process in order]
-    return [find_topology(order.index(process), by_rank, by_rank) for process in range(len(hosts))]
+    places = [find_topology(order.index(process), by_rank, by_rank) for process in range(len(hosts))]
+    _, address, port = processes[order[0]]
+    return [(place.rank, rank_environment(place, address, port, secret)) for place in places]
 
 
 class Meeting:

@@ -27,7 +27,7 @@ from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.rendezvous import record
 from ring_plugins.launcher.function import gather
-from ring_plugins.launcher.meeting import assign_ranks, rank_environment
+from ring_plugins.launcher.meeting import place_ranks
 from ring_plugins.launcher.outcomes import (
     Failure,
     Outcome,
@@ -281,13 +281,11 @@ class _RankActors:
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Run the call on every actor and collect the outcomes, in the order of their arrival."""
         ray, waiting = self._ray, dict[Any, tuple[int, str]]()
-        places = assign_ranks([host for host, _, _ in self._locations])
-        address, port = next(where[1:] for where, place in zip(self._locations, places, strict=True) if not place.rank)
-        secret = secrets.token_hex(32)
-        for actor, place, (host, _, _) in zip(self._actors, places, self._locations, strict=True):
-            # As an argument of a call; Ray shows runtime environments, such as `env`, to everyone.
-            variables = {**rank_environment(place, address, port, secret), **self._policy.environment}
-            waiting[actor.call.remote(packed, place.rank, variables)] = place.rank, host
+        # The secret travels in arguments of a call: Ray shows runtime environments, such as `env`, to everyone.
+        places = place_ranks(self._locations, secrets.token_hex(32))
+        for actor, (rank, variables), (host, _, _) in zip(self._actors, places, self._locations, strict=True):
+            reference = actor.call.remote(packed, rank, {**variables, **self._policy.environment})
+            waiting[reference] = rank, host
 
         def poll(seconds: float) -> Iterator[Outcome]:
             for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:

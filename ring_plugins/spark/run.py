@@ -26,7 +26,7 @@ from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import address_towards, reserve_port
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.launcher.calls import Driver, RankProcess, connect_to_driver
-from ring_plugins.launcher.meeting import assign_ranks, rank_environment
+from ring_plugins.launcher.meeting import place_ranks
 from ring_plugins.launcher.outcomes import (
     Outcome,
     RankResults,
@@ -207,20 +207,17 @@ class _RankTask:
         with reserve_port() as reserved:  # until rank 0 has it, or the task ends
             own = json.dumps([socket.gethostname(), own_address, reserved.getsockname()[1]])
             tasks = [json.loads(text) for text in context.allGather(own)]
-            assignments = assign_ranks([host for host, _, _ in tasks])
-            mine = assignments[context.partitionId()]
-            _, address, port = next(task for task, other in zip(tasks, assignments, strict=True) if other.rank == 0)
-            driver = connect_to_driver(self.driver, self.port, self.key, mine.rank)
             secret = hmac.new(self.key, b"RING_SECRET", "sha256").hexdigest()
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
-            environment |= {**rank_environment(mine, address, port, secret), **self.variables}
+            rank, variables = place_ranks(tasks, secret)[context.partitionId()]
+            driver = connect_to_driver(self.driver, self.port, self.key, rank)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path()), **variables, **self.variables}
             by, path = "ring_plugins.spark.run", search_path_of_user()
-            process = RankProcess(mine.rank, environment, driver.fileno(), by=by, path=path)
+            process = RankProcess(rank, environment, driver.fileno(), by=by, path=path)
             try:
                 # The rank itself reports how its call ended; then the driver does not read what the task says of it.
                 while not driver.wait_for_end(0.05):
                     if process.has_ended():
-                        driver.report(Outcome(mine.rank, failure=process.failure()))
+                        driver.report(Outcome(rank, failure=process.failure()))
                         break
             finally:
                 process.kill()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ring_plugins.core.base.member import Member, Topology
+from ring_plugins.core.base.member import Member
 from ring_plugins.core.rendezvous.slots import OwnSlot
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
-from ring_plugins.launcher.meeting import Meeting, assign_ranks, rank_environment
+from ring_plugins.launcher.meeting import Meeting, place_ranks
 
 
 def in_memory(size, most):
@@ -62,16 +62,15 @@ def test_a_process_that_joins_several_hosts_gets_the_size_that_the_job_has_then(
 
 
 def test_ranks_of_one_host_follow_each_other_whatever_the_schedulers_order():
-    assert assign_ranks(["a", "b", "a"]) == [
-        Topology(0, 3, 0, 2, 0, 2, ("a", "b")),
-        Topology(2, 3, 0, 1, 1, 2, ("a", "b")),
-        Topology(1, 3, 1, 2, 0, 2, ("a", "b")),
-    ]
+    placed = place_ranks([("b", "10.0.0.2", 5), ("a", "10.0.0.1", 4), ("b", "10.0.0.2", 6)], "hush")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    found = [(rank, *(int(variables[name]) for name in names)) for rank, variables in placed]
+    assert found == [(0, 0, 3, 0, 2, 0, 2), (2, 2, 3, 0, 1, 1, 2), (1, 1, 3, 1, 2, 0, 2)]
+    assert {(variables["MASTER_ADDR"], variables["MASTER_PORT"]) for _, variables in placed} == {("10.0.0.2", "5")}
 
 
 def test_an_assignment_overrides_the_launcher_under_which_the_scheduler_runs():
-    (alone,) = assign_ranks(["a"])
-    variables = rank_environment(alone, "10.0.0.1", 4000, "hush")
-    assert variables["RING_SECRET"] == "hush"
+    ((rank, variables),) = place_ranks([("a", "10.0.0.1", 4000)], "hush")
+    assert rank == 0 and variables["RING_SECRET"] == "hush"
     assert (variables["RING_LAUNCHER"], variables["RANK"], variables["WORLD_SIZE"]) == ("rendezvous", "0", "1")
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4000")
