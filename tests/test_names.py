@@ -11,10 +11,9 @@ PACKAGE, TESTS = Path(ring.__file__).parent, Path(__file__).parent
 TESTED_ELSEWHERE = """
 core/base/types.py core/collectives/butterfly.py core/members/join_descriptors.py core/members/members.py
 core/net/transport.py core/observe/observers.py core/rendezvous/mpi_arrivals.py horovod/keras/callbacks.py
-horovod/tensorflow/collectives.py horovod/tensorflow/keras.py horovod/torch/collectives.py keras/backends/jax.py
-keras/backends/tensorflow.py keras/backends/tensorflow_xla.py keras/backends/torch.py keras/batch_norm.py
-keras/joining.py keras/slices.py keras/state.py keras/synchronized_fit.py keras/training_state.py observe/training.py
-torch/bucket_sets.py torch/functions.py torch/parameter_slices.py torch/wrapped_optimizer.py
+horovod/tensorflow/collectives.py horovod/tensorflow/keras.py keras/backends/jax.py keras/backends/tensorflow.py
+keras/backends/tensorflow_xla.py keras/backends/torch.py keras/batch_norm.py keras/joining.py keras/slices.py
+keras/state.py keras/synchronized_fit.py keras/training_state.py
 """
 
 

@@ -1,12 +1,12 @@
-"""Which host has which slot, for slots that `ring add-ranks` has asked for in a job on several hosts.
+"""Which host has which added slot: slots that `ring add-ranks` has asked for, in a job on several hosts.
 
 The coordinator in `ring run` keeps one list: the host of each such slot. Whenever the list changes, all supervisors get
 the whole of it. They start processes for the slots of their host, end those for slots that are no longer theirs, and
 say which have joined. So they have to agree on nothing but the list.
 
-Two kinds of slots can be given out: those of hosts whose ranks are all lost, and new ones behind all others, up to
-`--max-ranks`. New ones are taken in order on all hosts, since data has no shard for a slot that nobody has had. While
-the process of one cannot join, all behind it wait. Hence:
+Two kinds of slots can be given out: those of hosts that have lost all ranks, and new ones behind all others, up to
+`--max-ranks`. New slots are filled in order on all hosts, since data has no shard for a slot that nobody has had. While
+one slot's process cannot join, those behind it wait. Hence:
 
 - If a host is lost before its process has joined, that slot and all behind it are given out anew, among the hosts that
   are left.
@@ -41,7 +41,7 @@ def world_ranks(host: int, hosts: int | None, used: int) -> range:
 
 
 class AddedSlot(NamedTuple):
-    """Whose a slot is; may travel as JSON.
+    """An added slot and its owner; may travel as JSON.
 
     Attributes:
         slot: its number.
@@ -108,7 +108,7 @@ class AddedSlots:
         return [*lost, *range(self._in_use, self._most)]
 
     def add(self, number: int, hosts: Mapping[int, str]) -> str:
-        """Give out so many more slots, if there are as many; returns an answer for the user.
+        """Give out `number` more slots if so many are free; returns an answer for the user.
 
         Args:
             number: how many.
@@ -165,7 +165,7 @@ class AddedSlots:
             self._release(slot)
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
-        """A host is lost, or all of its ranks are; returns the slots that had not joined, and are given out anew.
+        """A host has lost all of its ranks. Those of its slots that had not joined are given out anew, and returned.
 
         Args:
             host: its number.
@@ -181,7 +181,7 @@ class AddedSlots:
         return again
 
     def _release(self, slot: int) -> list[int]:
-        """Take a slot from its host, with those behind it by which the job was to grow if it is one of these."""
+        """Take a slot from its host; if the job was to grow by it, also take the slots behind it."""
         released = [slot]
         if not self._slots[slot].had_member:
             released = [one for one in range(slot, self._in_use) if not self._slots[one].had_member]

@@ -155,8 +155,8 @@ class Driver:
             ranks: number of ranks that will connect.
             trouble: called regularly; returns why no further rank will connect, None while some may.
             timeout: seconds for everything, None for no limit.
-            most: of a job that is over when `trouble` says so, how many processes it may have in all; 0 if it is over
-                when all ranks have reported, or some seconds after one has failed.
+            most: if not 0, the job is over when `trouble` says so, and may have this many processes in all. Otherwise
+                it is over when all ranks have reported, or some seconds after one has failed.
             recovers: as for `collect`.
 
         Raises:
@@ -212,7 +212,7 @@ class Driver:
         return [outcome for outcome in found if outcome is not None]
 
     def _take(self, rank: int, connection: _Connection, event: Event) -> Outcome | None:
-        """The outcome of a rank, once its message, or the end of its connection, says it."""
+        """The outcome of a rank, from its message, or from the end of its connection."""
         if connection.has_reported:
             return None
         if isinstance(event, bytes) and connection.process is None and not connection.has_introduced_itself:

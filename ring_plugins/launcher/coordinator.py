@@ -222,7 +222,7 @@ class Coordinator:
             self._line.show(lambda: arrivals(came, len(self._hosts), " to be reached"))
 
     def _why_missing(self, host: Host) -> str:
-        """Why a supervisor will not come, or not begin, "" while it may."""
+        """Why a supervisor will not connect or begin; "" while it still may."""
         if host.login is not None and (code := host.login.poll()) is not None:
             how = silent_end(code) if code < 0 else f"ended with status {code}"
             what = "the supervisor" if is_this_host(host.name) else "the login"
@@ -375,7 +375,7 @@ class Coordinator:
             )
 
     def _publish(self, kind: str, body: Any) -> None:
-        """Tell all supervisors something of which they get the whole whenever it has changed."""
+        """Send all supervisors a whole table, which has changed."""
         if self._published.get(kind) != body:
             self._published[kind] = body
             self._tell_all(kind, body)
@@ -393,7 +393,7 @@ class Coordinator:
     # Hosts that were added to the job ----------------------------------------------------------------
 
     def _look_after_added_hosts(self) -> None:
-        """Let hosts take part that were added, and end those by which nobody can join any more."""
+        """Let added hosts take part, and end those from which nobody can join any more."""
         if not any(host.is_added for host in self._hosts):
             return
         with_members = [host for host in self._hosts if not host.is_over and (not host.is_added or host.members)]
@@ -411,7 +411,7 @@ class Coordinator:
         self._publish("joiners", [one for host in self._hosts if not host.is_over for one in host.joiners])
 
     def _begin_on_added_hosts(self, join_info: Any) -> None:
-        """Let all hosts begin whose supervisors have come, with the join info of a host with members, if it has one."""
+        """Start all added hosts whose supervisors have connected, with the join info of a host that has members."""
         self._asked = None
         for host in self._hosts:
             if join_info and host.is_added and host.here is not None and not host.is_over and not host.has_begun:
@@ -420,7 +420,7 @@ class Coordinator:
                 self._tell(host, "start", told)
 
     def _drop(self, host: Host, why: str) -> None:
-        """Go on without a host that was added, and has not begun."""
+        """Go on without an added host that has not begun."""
         self._tell(host, "end", int(signal.SIGTERM))
         host.is_lost = True
         if host.login is not None and host.login.poll() is None:
@@ -430,7 +430,7 @@ class Coordinator:
 
 
 class OwnHost:
-    """As `Link`, for a supervisor in the same process, which also keeps the coordinator going.
+    """As `Link`, for a supervisor in the coordinator's process; each of its turns is one of the coordinator's, too.
 
     Args:
         coordinator: of the job.

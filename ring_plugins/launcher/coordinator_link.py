@@ -46,16 +46,16 @@ _CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 
 @dataclass(frozen=True)
 class HostJob:
-    """What the process of a host has to know.
+    """All that a host's supervisor has to know of the job.
 
     Attributes:
         addresses: at which it may reach the coordinator, the likeliest first.
         port, key: where that listens, and a secret.
-        index, hosts: which of how many hosts this is.
+        index, hosts: number of this host, and how many there are.
         ranks: of this host.
         size: of the job.
         command: of every rank.
-        environment: variables of every rank beside those of this process.
+        environment: variables of every rank, in addition to those of this process.
         tag_output, output_directory: as in `JobSpec`.
         patience: seconds for which the coordinator may not be there yet.
         recovers: whether the job goes on when ranks are lost.

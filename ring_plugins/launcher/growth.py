@@ -46,7 +46,7 @@ class GrowthRequests:
     """The end of `ring run`, a context manager.
 
     Args:
-        add: lets so many ranks join, on a host if one is named; returns the answer, which begins with "ok: " or "no: ".
+        add: lets ranks join, given their number and perhaps a host; its answer begins with "ok: " or "no: ".
     """
 
     def __init__(self, add: Callable[[int, str | None], str]) -> None:

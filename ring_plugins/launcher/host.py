@@ -47,7 +47,7 @@ _TICK = 0.02
 
 
 class _Outlet:
-    """Standard output or error; what is written to it is dropped once the login through which it leaves is lost.
+    """Standard output or error. Drops what is written once the login that carries it is lost.
 
     Args:
         descriptor: of the file.
@@ -77,7 +77,7 @@ class _Outlet:
 
 
 class Supervisor:
-    """Keeps the ranks of this host going.
+    """Starts this host's ranks, replaces them, and reports how they end.
 
     Args:
         job: what to run.
@@ -150,7 +150,7 @@ class Supervisor:
         return self._status is not None or self._processes.ending is not None
 
     def _start(self, local: int | None, world_rank: int) -> Popen:
-        """Start a rank, a process that takes the slot of one, or, without a slot, a standby."""
+        """Start a rank or its successor in a slot, or, without a slot, a standby."""
         job, names = self._job, self._slots.names
         rank, is_new = world_rank if local is None else names[local], world_rank >= job.size
         is_again = is_new and (local is None or rank != world_rank)

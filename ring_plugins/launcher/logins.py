@@ -47,7 +47,7 @@ class Logins:
     Args:
         job: the job.
         described: what all supervisors have to know; each gets its own host's part.
-        processes: end with the job, these among them.
+        processes: of this job, which the logins join: they end together.
         relay: passes on what they print.
         own: this host's report, with which those of added hosts are compared; None to compare nothing.
     """
@@ -114,7 +114,7 @@ class Logins:
         return differences(self._own, report)
 
     def leave(self) -> None:
-        """Wait for their ends, after that of the job."""
+        """Wait until all logins have ended, after the end of the job."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while any(process.poll() is None for process in self._processes.helpers) and time.monotonic() < deadline:
             time.sleep(_TICK)

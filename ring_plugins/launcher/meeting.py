@@ -1,4 +1,4 @@
-"""How ranks find each other: where they meet, what the environment of each says, and how far each has come.
+"""How ranks find each other: where they meet, what the environment of each says, and how far each has started.
 
 The supervisor of a host (host.py) makes the memory in which the processes of its host say how far they are, and passes
 it on to each of them. The ranks of a job on one host meet in that memory, too, and open no port. Those of several hosts
@@ -117,7 +117,7 @@ class Meeting:
             self.slots.in_use = number
 
     def is_awaited(self, local: int, was_killed: bool) -> str:
-        """What others still wait for: that the ended process "reached" or "completed" init(); "" if nobody waits."""
+        """Whether others wait for an ended process to have "reached" or "completed" init(); "" if nobody waits."""
         slots = self.slots
         if self._rendezvous is None:
             is_awaited = was_killed or any(map(slots.is_starting, range(slots.number)))

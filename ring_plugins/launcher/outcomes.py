@@ -87,7 +87,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the call ended on a rank: a pickled result, a failure, or, if it left the job before, what made it."""
+    """How the call ended on a rank: a pickled result, a failure, or the reason why the rank left the job before."""
 
     rank: int
     result: bytes = b""
@@ -283,7 +283,7 @@ def results(outcomes: Sequence[Outcome], ranks: int = 0, trouble: str | None = N
     Args:
         outcomes: in the order of their arrival.
         ranks: number of ranks of a job that goes on without those that are lost; 0 if it ends with the first.
-        trouble: of such a job as a whole, None if it has ended well.
+        trouble: why such a job failed as a whole, None if it has ended well.
 
     Raises:
         RankFailed: a rank failed. Ranks that failed because of another are named only if there is no other. In a job

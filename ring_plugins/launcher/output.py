@@ -72,7 +72,7 @@ class Relay:
         return self._pipe(rank, lambda: sys.stdout), self._pipe(rank, lambda: sys.stderr)
 
     def rename(self, rank: int, new: int) -> None:
-        """Put another rank in front of the lines of what has got the files of `rank`."""
+        """From now on, tag the lines of the process that has the files of `rank` with another rank."""
         for source in self._sources.pop(rank, ()):
             source.prefix = self._prefix(new)
 
@@ -144,7 +144,7 @@ class _Source:
         prefix: of each of its lines.
         stream: returns where it is written.
         at_start: whether what it writes next begins a line.
-        rewound: whether its last character was a carriage return, and the line is still unfinished.
+        rewound: whether it ended with a carriage return, so that the line is still unfinished.
     """
 
     def __init__(self, prefix: str, stream: Callable[[], TextIO]) -> None:

@@ -106,7 +106,7 @@ def _listening(hosts: int) -> Iterator[tuple[int, str]]:
 
 
 def login(job: JobSpec) -> Sequence[str]:
-    """What runs a command on a host, given the host's name and the command: ssh, or what replaces it."""
+    """Words before a host's name and a command: ssh, or the agent that replaces it."""
     return shlex.split(job.agent) if job.agent else _SSH
 
 

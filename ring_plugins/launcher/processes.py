@@ -208,7 +208,7 @@ class Processes:
 
 
 def _kill_all(processes: Sequence[Popen], spared: Sequence[Popen] = ()) -> None:
-    """Kill processes that still run, and then the descendants of this process, until none is left but those spared."""
+    """Kill these processes, and then all descendants of this process but the spared ones."""
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -222,7 +222,7 @@ def _kill_all(processes: Sequence[Popen], spared: Sequence[Popen] = ()) -> None:
 
 
 def _family(spared: Sequence[Popen]) -> set[int]:
-    """The descendants of this process, without those that are spared and theirs."""
+    """The descendants of this process, without the spared ones and their descendants."""
     found = children()
     kept = [pid for one in spared for pid in (one.pid, *descendants(one.pid, found))]
     return set(descendants(os.getpid(), found)).difference(kept)

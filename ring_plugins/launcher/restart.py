@@ -34,7 +34,7 @@ MOST, _HOUR = 5, 3600.0
 
 
 def recent(times: Sequence[float]) -> int:
-    """How many of these, as `time.monotonic` tells them, lie within the last hour."""
+    """How many of these times (`time.monotonic`) lie within the last hour."""
     return sum(time.monotonic() - since < _HOUR for since in times)
 
 
@@ -52,11 +52,11 @@ class _Slot:
         world_rank: of its process.
         process: the last one, None if nobody has had the slot yet.
         attempt: of an added slot, `AddedSlot.attempt`.
-        times: when others than the first rank got it.
-        joined: world ranks of those of them that joined.
+        times: when each later process got the slot.
+        joined: world ranks of the later processes that joined.
         is_given_up: whether it gets no other.
-        order: how many processes had ended before its own, None while that runs, and if it was killed with the others.
-        of_memory: whether its process may have been killed since memory had run out.
+        order: how many processes had ended before its own; None while it runs, or if it was killed with the others.
+        of_memory: whether its process may have been killed for lack of memory.
     """
 
     name: int
@@ -156,7 +156,7 @@ class SlotProcesses:
     def hows(self) -> list[str]:
         """What the end of each slot's process means to the job, as in `End`; "" also of a member that runs.
 
-        Those in `OUT` are no members, whether they have ended or not.
+        Processes in the state `OUT` are no members, whether they have ended or not.
         """
         return [self._how(number, slot) for number, slot in enumerate(self._slots) if slot.process is not None]
 
@@ -206,7 +206,7 @@ class SlotProcesses:
 
     @property
     def replaced(self) -> dict[int, int]:
-        """Names of slots, and how often another process has joined in the place of theirs, also if it died again."""
+        """Names of slots, and how many later processes have joined in each, even if these died again."""
         self._note_joined()
         times = {slot.name: len(slot.joined) - (i >= self._num_first) for i, slot in enumerate(self._slots)}
         return {name: number for name, number in times.items() if number > 0}
@@ -236,7 +236,7 @@ class SlotProcesses:
         self._num_wanted = len(self._slots)
 
     def tick(self) -> None:
-        """Let processes have the slots that need one, and end those that nobody is left to let join."""
+        """Start processes for slots that need one, and end those that can no longer join."""
         if self._world_ranks is None:
             return
         codes = self.codes()
@@ -282,7 +282,7 @@ class SlotProcesses:
         return number >= self._num_first and self._rows.is_new(number)
 
     def _fill(self, number: int) -> bool:
-        """Let a process have a slot that nobody has any more, or yet; returns whether one has."""
+        """Give an empty slot a process; returns whether it has one now."""
         slot, is_added = self._slots[number], self._is_added(number)
         name = f"rank {slot.name}"
         if slot.process is not None and self._rows.is_hopeless(number):

@@ -2,9 +2,9 @@
 
 A message is `[kind, body]` in JSON. Which ranks are connected depends on what the job does when one is lost:
 
-- It ends: each is connected to rank 0 only (rank_zero.py), which passes on what concerns all. A thousand ranks have a
-  thousand connections. They are made in the background, and what is sent before waits.
-- It goes on, possibly without rank 0: each is connected to each other one (mesh.py).
+- The job ends: each rank is connected to rank 0 only (rank_zero.py), which passes on what concerns all. A thousand
+  ranks have a thousand connections. They are made in the background; messages wait until theirs is made.
+- The job goes on, possibly without rank 0: each rank is connected to every other (mesh.py).
 
 Either end sends "goodbye" before it closes a connection; one that ends without it is a failure.
 
@@ -13,7 +13,7 @@ registered with `at_once`: those of failures and agreements, whose milliseconds 
 handlers run in `poll`, on the monitor thread: those of reports, which may look at /proc or write files. Nothing waits
 for a message: a channel that is slow or broken costs the job its reports, never a step.
 
-`Channel` has a method more than other classes: both forms of a job, and a fork, use all of it.
+`Channel` has 26 methods: it serves both forms of a job, and a forked child.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Channel:
         self._on_joined.append(handler)
 
     def on_end(self, handler: Callable[[int, Disconnected | None], object]) -> None:
-        """Have `poll` call `handler` with each rank whose connection has ended, and how; None for a goodbye.
+        """Have `poll` call `handler` with each rank whose connection has ended, and the reason; None for a goodbye.
 
         A channel that is watched tells its watcher instead.
         """
@@ -251,7 +251,7 @@ class Channel:
         return bool(self._closing_since) and time.monotonic() > self._closing_since + _LAST_CHANCE
 
     def turn(self, seconds: float) -> float:
-        """Move what can be moved, and wait so long for something; returns in how many seconds the next turn is due."""
+        """Move what can be moved, after waiting at most `seconds` for it; returns the seconds until the next turn."""
         ready = self.peers.wait(seconds)
         with self.peers.lock:
             for new in self.peers.accepted():

@@ -76,8 +76,8 @@ class Decision(NamedTuple):
     Attributes:
         members: of the view, in order.
         committed: how many operations are confirmed for all of them.
-        leaving: ranks that are no members any more since they were told to end.
-        joining: those of the members that were none in the view before.
+        leaving: ranks that have left because they were told to end.
+        joining: members that were not in the view before.
     """
 
     members: tuple[int, ...]

@@ -190,7 +190,7 @@ class FailureDetector:
         return {rank: status for rank, status in sorted(self.facts.exit_statuses.items()) if rank != self.rank}
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended normally; on another host, whether it should have by now."""
+        """Whether a rank's process has ended normally; for another host, whether it has had the time to end."""
         local = self._local_peers.others.get(rank) if self._local_peers is not None else None
         if local is not None:
             return local.state == LEFT and local.has_died()
@@ -369,7 +369,7 @@ class FailureDetector:
         return True
 
     def _rank_in(self, body: dict[str, Any]) -> int:
-        """The rank in a message of another one, which may be wrong, or know of a process that has just joined."""
+        """The rank that a message names. The message may be wrong, or name a process that has just joined."""
         rank = body["rank"]
         if type(rank) is not int or not 0 <= rank < max(len(self.members.known), MOST_MEMBERS):
             raise ValueError(f"{rank!r} is no rank")

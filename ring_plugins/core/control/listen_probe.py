@@ -1,4 +1,4 @@
-"""Whether a process still listens on its port: what another connection proves when the first one has ended.
+"""Whether a process still listens on its port. When a connection has ended, a second one shows that.
 
 - **Refused**: nobody listens there. The process is dead.
 - **Answered**: it lives, but has given up on this rank. Both sides take that for silence.

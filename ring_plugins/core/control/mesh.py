@@ -227,7 +227,7 @@ class Mesh:
         self.consensus.note_silent(*silent)
 
     def _look_at_locks(self) -> None:
-        """See which ranks of this host are dead whose connections may not have ended yet."""
+        """Find dead ranks of this host by their locks: their connections may not have ended yet."""
         for rank in self._local_peers.lost() if self._local_peers is not None else ():
             self._note_dead(rank)
 
@@ -288,7 +288,7 @@ class Mesh:
         return self.consensus.must_agree() or self.consensus.view > self._agreed  # decided without this rank
 
     def members_lost(self, lost: Sequence[int] = ()) -> MembersLost:
-        """The error of an operation that this rank gives up; by default because of all that are lost now."""
+        """The error of an operation that this rank gives up; by default it names all ranks that are lost now."""
         known = self.members.known
         with self._lock:
             rank = next(iter(lost or self.consensus.lost()), None)
@@ -375,7 +375,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def admitting(self, joiner: Member) -> Iterator[None]:
-        """While this lasts, a loss does not interrupt this rank, which looks for it in `trouble`."""
+        """Inside this context a loss does not interrupt this rank, which asks `trouble` instead."""
         self.rounds.forget(self._agreed)
         self.members.add([joiner])
         self._is_admitting = True
@@ -395,7 +395,7 @@ class Mesh:
         self._channel.tell(rank, "admission", body)
 
     def trouble(self, view: int, joiner: int | None) -> str | None:
-        """Why nobody can join in a view, "" if a process is lost; None as long as it can.
+        """Why nobody can join in a view, "" if a process is lost; None while joining is possible.
 
         Args:
             view: its number.

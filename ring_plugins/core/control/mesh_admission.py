@@ -19,8 +19,8 @@ Silence is permanent: a member that has lost contact with the joiner's host neve
 (consensus.py), even if the network comes back before the joiner has joined. The member says so, the joiner exits, and
 its successor joins under a new rank.
 
-A joiner that stops would keep all members waiting at each step. After some seconds they give up, and those of its
-host kill it. One that stops behind the decision has joined, and they kill it, too (`begin_together`).
+A joiner that is stopped (SIGSTOP) would keep all members waiting at each step. After some seconds they give up, and the
+members of its host kill it. They also kill one that stops after the decision, as a member (`begin_together`).
 
 One process joins at a time: two that wait follow each other at once, and need not know of each other before.
 
@@ -112,7 +112,7 @@ class MeshAdmission:
             raise NotAdmitted(_LOST)
 
     def gather(self, number: int, payload: Mapping[str, Any]) -> dict[int, Any]:
-        """Exchange what JSON can hold with all members and the joiner; returns everyone's by world rank.
+        """Exchange JSON values with all members and the joiner; returns each rank's by world rank.
 
         Raises:
             NotAdmitted: nobody joins.
@@ -193,13 +193,13 @@ class Candidate:
         self._decisions: dict[int, Decision] = {}
 
     def called(self) -> tuple[int, dict[str, Any]] | None:
-        """The view for which members call this process, and what one of them says; None if none does."""
+        """The view for which members call this process, and the message of one of them; None if nobody calls."""
         self._look()
         view = max(self._called_for.values(), default=0)
         return (view, next(iter(self._rounds.of(view, CALL).values()))) if view else None
 
     def gather(self, view: int, number: int, members: Sequence[int], payload: Mapping[str, Any] | None = None) -> Any:
-        """What all members tell in a round, by world rank, and what this process tells them all.
+        """Send all members this process's payload of a round; returns theirs by world rank.
 
         Args:
             view: of the attempt.
@@ -246,7 +246,7 @@ class Candidate:
         return self._decisions[view]
 
     def withdraw(self, view: int) -> None:
-        """Close the connections of an attempt in which this process does not join; those of the next may be there."""
+        """Close the connections of an attempt that has failed, but not those that already belong to the next."""
         for rank, of in list(self._called_for.items()):
             if of <= view:
                 self._close(rank)
@@ -261,7 +261,7 @@ class Candidate:
         Wait("admission", None).until(ready, missing, lambda: _WHAT)
 
     def _are_connected(self, view: int, members: Sequence[int]) -> bool:
-        """Whether no member has hung up that has called."""
+        """Whether all members that have called are still connected."""
         return all(self._called_for.get(rank) == view for rank in self._rounds.of(view, CALL) if rank in members)
 
     def _check(self, view: int) -> None:

@@ -73,7 +73,7 @@ class RankZero:
             self._remote = None
 
     def acceptor(self, is_connected: Callable[[int], bool]) -> Acceptor:
-        """Of the other ranks' connections; it owns the sockets from now on.
+        """Accepts the other ranks' connections; it owns the sockets from now on.
 
         Args:
             is_connected: whether a rank has a connection, and needs no other.

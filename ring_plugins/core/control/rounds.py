@@ -11,7 +11,7 @@ CALL, OFFERS, READY = range(3)
 
 
 class Rounds:
-    """What has arrived, by the number of the view that the agreement at the end of an attempt makes.
+    """What has arrived, by the number of the view with which the attempt ends.
 
     Attributes:
         problems: by view, why nobody joins.
@@ -23,7 +23,7 @@ class Rounds:
         self._over = 0
 
     def note(self, sender: int, body: dict[str, Any]) -> bool:
-        """Take a message of a rank; returns whether its attempt is not over yet.
+        """Take a message of a rank; returns whether its attempt is still under way.
 
         Raises:
             Exception: it is invalid.

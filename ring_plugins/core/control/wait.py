@@ -184,7 +184,7 @@ class Wait:
         self.number = self.entered = 0
 
     def will_enter(self, number: int) -> bool:
-        """Whether this rank has begun the operation of this number, or may without its script."""
+        """Whether this rank has begun the operation of this number, or may begin it without its script."""
         return self.entered > number or (self.background is not None and self.background.unfinished > 0)
 
     def waited_so_far(self) -> float:
@@ -333,7 +333,7 @@ class Wait:
         detector.aborted = True
 
     def raise_reason(self, rank: int, what: Callable[[], str]) -> None:
-        """Give the reason why a peer is gone from an operation some time to arrive, and raise it; return if none does.
+        """Wait some seconds for the reason why a peer is gone, and raise it; return if none arrives.
 
         Args:
             rank: the peer's world rank.

@@ -35,8 +35,8 @@ class MembershipChange(NamedTuple):
 class ChangeCallbacks:
     """The script's functions that are called when the ranks of a job have changed.
 
-    A loss is found in the middle of an operation, when the script can do nothing. So changes are queued, and the
-    callbacks run when that operation, or the backward that it belongs to, is over: at the same place on all ranks.
+    A loss is found in the middle of an operation, when the script can do nothing. So changes are queued. The callbacks
+    run at the same place on all ranks: after that operation, or after the backward that it belongs to.
 
     Attributes:
         untold: changes that the callbacks have not been called for yet, oldest first.
@@ -56,7 +56,7 @@ class ChangeCallbacks:
         self._callbacks.remove(callback)
 
     def tell(self) -> None:
-        """Call them. A change that is found while they run, in a collective of theirs, comes after that."""
+        """Call them. A change that a collective of theirs finds is told after the present one."""
         if self._is_telling:
             return
         self._is_telling = True
@@ -109,7 +109,7 @@ def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: i
         joined: world ranks.
         members: have followed the change.
         seconds: that joining took.
-        ranks: how many the job had at the most before; those with slots beyond take nobody's place.
+        ranks: the most ranks that the job had before; joiners with higher slots take nobody's place.
     """
     slots = {rank: members.known[rank].slot for rank in joined}
     who = " and ".join(
@@ -124,7 +124,7 @@ def who_joined(joined: Sequence[int], members: Members, seconds: float, ranks: i
 
 
 def too_few_left(leaving: Sequence[int], left: Sequence[int], members: Members, min_ranks: int) -> str:
-    """The line that tells the user that all end because too many were told to."""
+    """The line that tells the user that all ranks end, because too many were told to end."""
     return (
         f"{_named(leaving, members)} got SIGTERM. All ranks end after this step, since training cannot go on with "
         f"{len(left)} rank{'s' * (len(left) != 1)}: min_ranks={min_ranks}."

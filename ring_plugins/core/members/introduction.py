@@ -29,7 +29,7 @@ class Introduction(NamedTuple):
         server: from rank 0, where it listens if the others connect to it, and the secret of the job.
         records: whether rank 0 writes a timeline of the whole job.
         policy: its `FailurePolicy`.
-        port: one that it has reserved, for other libraries; 0 if there is none.
+        port: that it has reserved for other libraries; 0 if none.
     """
 
     member: Member
@@ -40,10 +40,10 @@ class Introduction(NamedTuple):
 
     @classmethod
     def read(cls, item: Sequence[Any]) -> Introduction:
-        """One that has traveled.
+        """The introduction in a message.
 
         Raises:
-            TypeError, ValueError: it is none.
+            TypeError, ValueError: the message holds something else.
         """
         member, *rest = item
         found = read_record(cls, (Member.read(member), *rest))
@@ -87,8 +87,8 @@ def meet(
         has_slots: whether supervisors of all hosts can start processes in the places of lost ones.
 
     Raises:
-        LaunchError: a rank is none of this job's, or the ranks cannot reach each other.
-        ArgumentError: they differ in what a loss does, or the job cannot go on after one.
+        LaunchError: a rank belongs to another job, or the ranks cannot reach each other.
+        ArgumentError: the ranks' failure policies differ, or this job cannot go on after a loss.
     """
     told = read_each(gather(own), Introduction.read)
     nodes = virtual_nodes([one.member.domain for one in told], config.VIRTUAL_NODES.get())

@@ -67,11 +67,11 @@ class Renewal(NamedTuple):
 
 
 class DifferentScript(NotAdmitted):
-    """A joiner has come to another place in the script than the members; the text says how that shows."""
+    """A joiner has reached another place in the script than the members; the text says how that shows."""
 
 
 def descriptor_of(communicator: HostCommunicator, segment: Segment | None) -> dict[str, Any]:
-    """What others need to know of a communicator of this process, and of fresh memory for it, if they can map that."""
+    """Describes a communicator of this process, and fresh memory for it if the others can map that."""
     return {
         "name": communicator.name,
         "key": communicator.groups.key,
@@ -100,7 +100,7 @@ def _address(found: Any) -> Address:
 
 
 def _check_like(member: Mapping[str, Any], found: Mapping[str, Any], is_new: bool) -> None:
-    """Check that what a process has told has the form of what a member has told, or the part that joiners have."""
+    """Check that a descriptor has the form of a member's, or of the part that joiners have."""
     for name in {"place", "descriptors"}.intersection(member) if is_new else member:
         wanted, value = member[name], found[name]
         if type(value) is not type(wanted) or (isinstance(wanted, list) and len(value) != len(wanted)):
@@ -168,7 +168,7 @@ def _agreed(
 
 
 def _shape(descriptor: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must be equal, or can be made so: the name, and the layout and the bytes of each shared buffer."""
+    """What ranks must have alike, or can make alike: the name, and the layout and bytes of each shared buffer."""
     return (descriptor["name"], *descriptor["layout"], *(nbytes for _, _, nbytes in descriptor["buffers"]))
 
 
@@ -192,7 +192,7 @@ def map_descriptors(
     rank: int,
     here: Sequence[int],
 ) -> dict[HostCommunicator, Renewal]:
-    """Compare what all have told, and map the memory that they offer.
+    """Compare the descriptors of all ranks, and map the memory that they offer.
 
     Args:
         told: in the round of descriptors, by world rank.
@@ -204,7 +204,7 @@ def map_descriptors(
 
     Raises:
         NotAdmitted: nobody joins, as all find alike.
-        SharedMemoryError: memory could not be mapped, which the others do not find.
+        SharedMemoryError: memory could not be mapped, on this rank; others may have succeeded.
     """
     first_member = next(one for one in invitation.ranks if one not in invitation.joiners)
     descriptors: dict[int, dict[int, dict[str, Any]]] = {}

@@ -1,14 +1,13 @@
 """The ranks of a job change while it runs: some are lost, some leave on SIGTERM, others join.
 
-Each change ends in the same way. All members agree on the next *view*, which says who is a member, over connections of
-their own (control/mesh.py). Then everything that this process has of the job follows the view: communicators, topology,
-and last the script's functions, which are told where all ranks are at the same place. The changes differ in how they
-begin:
+Each change ends in the same way. Over connections of their own (control/mesh.py), all members agree on the next *view*,
+which says who is a member. Then each process updates what it has of the job: communicators, topology, and last the
+script's functions, which are called where all ranks are at the same place. The changes differ in how they begin:
 
 - **A loss** is found in the middle of an operation, by everyone who waits in it. The communicator agrees with the
   others through `agree`, and repeats the operation (collectives/recovery.py).
-- **A rank that is to leave** says so in the next pass of gradients (`wants_change`), as does one that sees a process
-  wait to join. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
+- **A rank that is to leave** says so in the next pass of gradients (`wants_change`). So does a rank that sees a joiner
+  wait. After that pass, outside of operations, all call `change_members`: ranks leave, and all note who waits
   (`pending`).
 - **A process that waits** joins where the script lets it (core/joining/join.py).
 """
@@ -47,7 +46,7 @@ from ring_plugins.core.rendezvous.slots import OwnSlot
 
 
 class Job(Protocol):
-    """What of a `World` changes with its ranks."""
+    """The parts of a `World` that change with its ranks."""
 
     is_joining: bool
     communicator: Communicator
@@ -137,7 +136,7 @@ class Elastic:
     # Each change --------------------------------------------------------------------------------------
 
     def agree(self, wait: Wait | None = None, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> None:
-        """Agree with the others on who is a member, and let all communicators go on without those that are not.
+        """Agree with the others on the members; all communicators go on with these.
 
         Args:
             wait: of the communicator that has found a loss; None outside of operations.
@@ -169,7 +168,7 @@ class Elastic:
     def _follow(
         self, began: float, lost: Sequence[int] = (), left: Sequence[int] = (), joined: Sequence[int] = ()
     ) -> None:
-        """Update everything that this process holds of the job after members died, left or joined; rank 0 logs losses.
+        """Update what this process has of the job after members died, left or joined; rank 0 logs losses.
 
         Args:
             began: when the agreement on that did.
@@ -212,7 +211,7 @@ class Elastic:
 
     @property
     def is_added(self) -> bool:
-        """Whether this process has yet to join, and the job grows by it: nobody has had its slot."""
+        """Whether this process has yet to join, in a slot that nobody has had: the job grows by it."""
         return self._job.is_joining and self._members.is_added
 
     def _sees_joiners(self) -> set[int]:
@@ -251,7 +250,7 @@ class Elastic:
         self.agree(leaving=leaving)
 
     def end_if_all_are_told(self) -> None:
-        """End this process if all of the job are told to: one that takes no steps would have no other occasion.
+        """End this process if all ranks were told to end: one that takes no steps would have no other occasion.
 
         Raises:
             SystemExit: it ends.
@@ -262,10 +261,10 @@ class Elastic:
     # Joining (core/joining/join.py) --------------------------------------------------------------------
 
     def follow_joined(self, joined: Sequence[int]) -> None:
-        """Go on with further members, as all have agreed; nothing of this fails.
+        """Go on with the ranks that have joined, as all have agreed; this cannot fail.
 
         Args:
-            joined: world ranks of those that were none before.
+            joined: world ranks of the new members.
         """
         self._follow(time.monotonic(), joined=joined)
         assert self.mesh is not None

@@ -188,7 +188,7 @@ def _check_the_first_start(policy: FailurePolicy, generation: int, is_under_ring
 
 
 def _check_how_far_it_grows(policy: FailurePolicy, most: int, by: str) -> None:
-    """Check that a job may grow no further than what has started it was told."""
+    """Check that `max_ranks` is no more than the launcher of the job was told."""
     if policy.max_ranks and policy.max_ranks != most:
         told = f"was told to have up to {most} ranks" if most else "was not told that the job may grow"
         raise ArgumentError(
@@ -200,7 +200,7 @@ def _check_how_far_it_grows(policy: FailurePolicy, most: int, by: str) -> None:
 def check_policies(
     policies: Sequence[Sequence[Any]], shares_memory: bool, uses_sockets: bool, job: str, has_slots: bool = False
 ) -> None:
-    """Check that all ranks want to go on after losses, and can.
+    """Check that all ranks have the same policy, and that the job can go on after losses.
 
     Args:
         policies: each rank's `FailurePolicy`.
@@ -240,7 +240,7 @@ def check_policies(
 
 
 class FirstCall:
-    """What the first call of `init` wanted; a further one must want the same.
+    """The arguments of the first `init`; later calls must agree with them.
 
     Args:
         policy: chosen then.
@@ -260,14 +260,14 @@ class FirstCall:
         min_ranks: int | None = None,
         max_ranks: int | None = None,
     ) -> None:
-        """Check that the job is as a further call wants it; arguments that are None want nothing.
+        """Check the arguments of a later call; None means that it does not care.
 
         Args:
             caller: "init" or what calls it, for the error's text.
             ranks, on_failure, min_ranks, max_ranks: as for `init`.
 
         Raises:
-            ArgumentError: it was made with others, or one is invalid.
+            ArgumentError: they differ from the first call's, or one is invalid.
         """
         check_values(on_failure, min_ranks, max_ranks)
         policy, size = self._policy, self._size

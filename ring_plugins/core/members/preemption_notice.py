@@ -29,8 +29,8 @@ class PreemptionNotice:
     """Whether this process was told to end.
 
     Attributes:
-        given: whether it was since `install`.
-        is_installed: whether SIGTERM is one.
+        given: whether it was told so since `install`.
+        is_installed: whether SIGTERM counts as the notice.
     """
 
     def __init__(self) -> None:
