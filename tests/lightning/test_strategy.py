@@ -7,6 +7,7 @@ import lightning.pytorch
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import ring_plugins.lightning
 from ring_plugins.core.base.errors import ArgumentError
@@ -87,9 +88,25 @@ def test_scenario_with_sharded_optimizers(size: int, name: str) -> None:
 TOLERANCE = {"precision_bf16_true": 1.6e-2, "resume_mid_training": 0.0, "steps_that_one_rank_cannot_compute": 1e-4}
 
 
-def test_a_world_of_one_has_no_process_group() -> None:
-    assert equality(1, False).values("backend") == [None]
+def test_ranks_have_a_process_group() -> None:
     assert equality(2, False).values("backend") == ["ring", "ring"]
+
+
+def test_a_world_of_one_has_no_process_group():
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+    }
+    trainer = lightning.pytorch.Trainer(
+        strategy=ring_plugins.lightning.RingStrategy(), devices=1, accelerator="cpu", fast_dev_run=True, **quiet
+    )
+    model, backends = BoringModel(), []
+    model.on_train_start = lambda: backends.append(trainer.strategy.process_group_backend)
+    trainer.fit(model)
+    assert backends == [None]
+    assert trainer.global_step == 1
 
 
 def test_alone_it_is_a_single_device():
