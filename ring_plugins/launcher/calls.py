@@ -32,8 +32,8 @@ from ring_plugins.core.base.own_python import own_python
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux.process import ending
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, Rejected, authenticate
-from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, Rejected
+from ring_plugins.core.net.frames import FrameSocket, Unreached, reach
 from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.launcher.outcomes import Failure, Outcome, collect
 
@@ -271,11 +271,11 @@ class DriverConnection:
 
     Args:
         rank: of this process.
-        connected: this end of the connection.
+        frames: this end of the connection.
     """
 
-    def __init__(self, rank: int, connected: socket.socket) -> None:
-        self._rank, self._frames = rank, FrameSocket(connected, Purpose.LAUNCHER)
+    def __init__(self, rank: int, frames: FrameSocket) -> None:
+        self._rank, self._frames = rank, frames
 
     def fileno(self) -> int:
         """The open file."""
@@ -299,8 +299,7 @@ class DriverConnection:
     def report(self, outcome: Outcome) -> None:
         """Send the driver this rank's outcome; it reads the first only."""
         with contextlib.suppress(Disconnected):  # nobody waits for it any more
-            self._frames.send(pickle.dumps(outcome))
-            self._frames.flush()
+            self._frames.say(pickle.dumps(outcome))
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait until the driver closes the connection, for `seconds` at most; returns whether it has."""
@@ -323,39 +322,20 @@ def connect_to_driver(address: str, port: int, key: bytes, rank: int) -> DriverC
     Raises:
         LaunchError: the driver cannot be reached, or does not expect this rank.
     """
-    end = time.monotonic() + _CONNECT_SECONDS
-    while True:
-        try:
-            return _connect(address, port, key, rank, end)
-        except Rejected as error:
+    try:
+        frames = reach(lambda: [(address, port)], key, Purpose.LAUNCHER, Claim(rank), _CONNECT_SECONDS)
+        frames.say(socket.gethostname().encode(), _CONNECT_SECONDS)
+    except (OSError, Disconnected) as error:
+        if isinstance(error, Unreached) and isinstance(error.error, Rejected):
             raise LaunchError(
-                f"{_here(rank)} was rejected by the driver at {address}:{port} ({error}): the cluster has started "
-                "this rank twice, or another run's driver listens there."
+                f"{_here(rank)} was rejected by the driver at {error}: the cluster has started this rank twice, or "
+                "another run's driver listens there."
             ) from error
-        except (OSError, Disconnected) as error:
-            # A driver with too many unauthenticated connections drops the oldest.
-            if isinstance(error, Disconnected) and time.monotonic() < end:
-                time.sleep(0.05)
-                continue
-            raise LaunchError(
-                f"{_here(rank)} cannot reach the driver at {address}:{port} ({error}): it has ended, or a "
-                "firewall is between them."
-            ) from error
+        raise LaunchError(
+            f"{_here(rank)} cannot reach the driver at {error}: it has ended, or a firewall is between them."
+        ) from error
+    return DriverConnection(rank, frames)
 
 
 def _here(rank: int) -> str:
     return f"rank {rank} on {socket.gethostname()}"
-
-
-def _connect(address: str, port: int, key: bytes, rank: int, end: float) -> DriverConnection:
-    connected = socket.create_connection((address, port), max(end - time.monotonic(), 1.0))
-    try:
-        handshake = ClientHandshake(key, Purpose.LAUNCHER, Claim(rank))
-        authenticate(connected, handshake, max(end - time.monotonic(), 1.0))
-        frames = FrameSocket(connected, Purpose.LAUNCHER)
-        frames.send(socket.gethostname().encode())
-        frames.flush(max(end - time.monotonic(), 1.0))
-        return DriverConnection(rank, connected)
-    except BaseException:
-        connected.close()
-        raise

@@ -22,24 +22,13 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.net.auth import (
-    Claim,
-    ClientHandshake,
-    Disconnected,
-    Purpose,
-    Rejected,
-    WrongSecret,
-    authenticate,
-    connect,
-)
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, WrongSecret
+from ring_plugins.core.net.frames import Unreached, from_json, reach, to_json
 from ring_plugins.core.net.tcp_options import end_when_silent
 
 #: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
 #: it is gone.
 _CONNECT, _TRY, _ASK = 30.0, 3.0, 2.0
-#: How often it may drop a connection without an answer.
-_TRIES = 3
 #: How a connection ends that its other end, rather than the network, has closed; 0 stands for no error.
 _CLOSED = (0, errno.ECONNRESET, errno.EPIPE)
 
@@ -124,33 +113,26 @@ class Link:
 
     def __init__(self, job: HostJob, is_over: Callable[[], bool] = lambda: True) -> None:
         self.is_lost = self.is_orphaned = False
-        self._job = job
-        end = time.monotonic() + job.patience
-        while True:
-            problems = []
-            for address in job.addresses:
-                try:
-                    claim, seconds = Claim(job.index), _TRY if job.patience else _CONNECT
-                    connected = connect(address, job.port, job.key.encode(), Purpose.LAUNCHER, claim, seconds)
-                except (OSError, Disconnected) as error:
-                    problems.append(f"{address}:{job.port}: {getattr(error, 'strerror', None) or error}")
-                    continue
-                end_when_silent(connected)
-                self._address, self._frames = address, FrameSocket(connected, Purpose.LAUNCHER)
-                return
-            if time.monotonic() > end or is_over():
-                raise LaunchError(
-                    f"{socket.gethostname()} cannot reach the process that started this job ({'; '.join(problems)}): "
-                    "it has ended, or a firewall is between the hosts."
-                )
-            time.sleep(0.1)
+        self._key, self._claim = job.key.encode(), Claim(job.index)
+        places, end = [(address, job.port) for address in job.addresses], time.monotonic() + job.patience
+        try:
+            self._frames = reach(
+                lambda: places, self._key, Purpose.LAUNCHER, self._claim, _TRY if job.patience else _CONNECT,
+                lambda why: time.monotonic() > end or is_over(), 0.1,
+            )  # fmt: skip
+        except Unreached as why:
+            raise LaunchError(
+                f"{socket.gethostname()} cannot reach the process that started this job ({why}): it has ended, or a "
+                "firewall is between the hosts."
+            ) from why
+        end_when_silent(self._frames.socket)
+        self._place = self._frames.socket.getpeername()[:2]
 
     def send(self, kind: str, body: Any) -> None:
         """Send a message, unless the connection is lost."""
         with contextlib.suppress(Disconnected, TimeoutError):
             if not self.is_lost:
-                self._frames.send(to_json([kind, body]))
-                self._frames.flush(config.NETWORK_TIMEOUT.get())
+                self._frames.say(to_json([kind, body]), config.NETWORK_TIMEOUT.get())
 
     def read(self) -> list[tuple[str, Any]]:
         """The messages that have arrived."""
@@ -167,22 +149,12 @@ class Link:
 
     def _answers(self) -> bool:
         """Whether the coordinator may live, as it answers or nothing says that it does not."""
-        for attempt in range(_TRIES):
-            time.sleep(_ASK / 20 if attempt else 0.0)
-            asking = ClientHandshake(self._job.key.encode(), Purpose.LAUNCHER, Claim(self._job.index))
-            try:
-                with socket.create_connection((self._address, self._job.port), _ASK) as connected:
-                    authenticate(connected, asking, _ASK)
-                return True
-            except (ConnectionRefusedError, WrongSecret):
-                return False
-            except Rejected:  # it knows the key, and that it has this host already
-                return True
-            except Disconnected:
-                pass  # it is just ending, or has too many connections, or something else listens there
-            except OSError:
-                return True
-        return False
+        try:
+            reach(lambda: [self._place], self._key, Purpose.LAUNCHER, self._claim, _ASK).close()
+        except Unreached as why:
+            # Whoever rejects it, but not its key, has this host already. What drops it is something else.
+            return type(why.error) not in (ConnectionRefusedError, WrongSecret, Disconnected)
+        return True
 
     def close(self) -> None:
         """Close the connection."""

@@ -30,6 +30,8 @@ from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.linux.process import cores, end_with_parent
 from ring_plugins.core.linux.shared_memory import Segment
 from ring_plugins.core.members.policy import FailurePolicy
+from ring_plugins.core.net.auth import Purpose
+from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.rendezvous import detect, record
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.calls import Driver, DriverConnection, RankProcess, connect_to_driver
@@ -199,7 +201,8 @@ def run_rank_here(fd: int, parent: int, rank: int, by: str, path: Sequence[str])
         sys.exit(1)
     os.set_inheritable(fd, False)  # what the function starts could keep the connection open
     take_search_path(path)
-    _serve(DriverConnection(rank, socket.socket(fileno=fd)), rank, threading.Event())
+    frames = FrameSocket(socket.socket(fileno=fd), Purpose.LAUNCHER)
+    _serve(DriverConnection(rank, frames), rank, threading.Event())
 
 
 def _serve(driver: DriverConnection, number: int, done: threading.Event) -> NoReturn:

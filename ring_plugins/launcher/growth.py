@@ -149,8 +149,7 @@ def request_ranks(number: int, job: int | None, host: str | None = None) -> str:
         try:
             authenticate(connected, ClientHandshake(b"", Purpose.LAUNCHER, Claim(0)), _WAITS)
             frames = FrameSocket(connected, Purpose.LAUNCHER, _ANSWER)
-            frames.send(f"add {number}{f' {host}' if host else ''}".encode())
-            frames.flush(_WAITS)
+            frames.say(f"add {number}{f' {host}' if host else ''}".encode(), _WAITS)
             answer = (frames.receive(_WAITS) or b"").decode(errors="replace")
         except (OSError, Disconnected) as error:
             raise LaunchError(f"ring run (process {pid}) does not answer: {error}.") from None

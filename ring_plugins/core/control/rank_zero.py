@@ -7,6 +7,7 @@ unauthenticated. After a minute they go on without.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import time
@@ -15,21 +16,18 @@ from typing import Any
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.linux.process import raise_open_file_limit
-from ring_plugins.core.net import auth
 from ring_plugins.core.net.acceptor import Acceptor
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, Rejected
-from ring_plugins.core.net.frames import FrameSocket, to_json
+from ring_plugins.core.net.auth import Claim, Purpose, Rejected
+from ring_plugins.core.net.frames import FrameSocket, Unreached, reach, to_json
 from ring_plugins.core.net.tcp_options import enable_keepalive
 from ring_plugins.core.net.user_socket import UNIX
 
 #: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.
 _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64
 #: Seconds to connect to an address, between two rounds over all addresses, and until a rank gives up.
-_CONNECT, _PAUSE, _GIVE_UP = 2.0, 0.5, 60.0
+_CONNECT, _PAUSE, _GIVE_UP = 2.0, 0.3, 60.0
 #: Attempts before giving up: a rank that was stopped for longer than that finds its first connection dropped.
 _ATTEMPTS = 5
-#: Seconds between two looks whether to stop.
-_LOOK = 0.02
 
 #: The first message and the last one. Before the first, rank 0 takes the end of a connection for an attempt that has
 #: failed: the other side may have given it up just when it was accepted.
@@ -98,29 +96,23 @@ def connect(rank: int, address: Mapping[str, Any], same_host: bool, is_over: Cal
         same_host: whether that is on this host.
         is_over: whether this rank leaves already.
     """
-    began, attempts, secret = time.monotonic(), 0, bytes.fromhex(address["secret"])
+    end, attempts, secret = time.monotonic() + _GIVE_UP, itertools.count(1), bytes.fromhex(address["secret"])
     places = [(UNIX + address["local"], 0)] if same_host else []
     places += [(one, address["port"]) for one in address["addresses"] if address["port"]]
-    while not is_over():
-        why, is_final = "", False
-        for place in places:
-            try:
-                connected = auth.connect(*place, secret, Purpose.CONTROL, Claim(rank), _CONNECT)
-            except (OSError, Disconnected) as error:
-                why, is_final = f"{place[0]} port {place[1]}: {error}", isinstance(error, Rejected)
-                continue
-            enable_keepalive(connected)
-            frames = FrameSocket(connected, Purpose.CONTROL)
-            frames.send(to_json(HELLO))
-            return frames
-        attempts += 1
-        if is_final or (attempts >= _ATTEMPTS and time.monotonic() - began > _GIVE_UP):
+
+    def gives_up(why: Unreached) -> bool:
+        is_late = next(attempts) >= _ATTEMPTS and time.monotonic() > end
+        return is_over() or is_late or isinstance(why.error, Rejected)
+
+    try:
+        frames = reach(lambda: places, secret, Purpose.CONTROL, Claim(rank), _CONNECT, gives_up, _PAUSE)
+    except Unreached as why:
+        if not is_over():
             logger.warning(
                 f"rank {rank} goes on without a control channel to rank 0 ({why}): reports lack this rank, and a "
                 "failure on another host is noticed later."
             )
-            return None
-        end = time.monotonic() + _PAUSE
-        while not is_over() and time.monotonic() < end:
-            time.sleep(_LOOK)
-    return None
+        return None
+    enable_keepalive(frames.socket)
+    frames.send(to_json(HELLO))
+    return frames

@@ -52,8 +52,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ring_plugins.core.net.user_socket import UNIX, connect_here
-
 MAGIC, VERSION = b"ringauth", 1
 _HEADER = struct.Struct("!8sBBB")
 _CLAIM = struct.Struct("!iiq")
@@ -66,8 +64,6 @@ _RESULT_BYTES = _HEADER.size + _STATUS.size + _PROOF
 #: Seconds in which a connection has to authenticate itself: thousands of round trips, yet short enough that silent
 #: connections do not pile up.
 HANDSHAKE_SECONDS = 5.0
-#: Seconds before a connection that was dropped is made again.
-_RETRY = 0.05
 
 
 class Purpose(enum.IntEnum):
@@ -317,39 +313,6 @@ def authenticate(connected: socket.socket, handshake: Handshake, seconds: float 
     while not advance(connected, handshake):
         if not wait_for(connected, select.POLLIN, end - time.monotonic()):
             raise TimeoutError("no answer")
-
-
-def connect(
-    address: str, port: int, secret: bytes, purpose: Purpose, claim: Claim, seconds: float, source: str = ""
-) -> socket.socket:
-    """An authenticated connection, which does not block; made again if the other side drops it before it answers.
-
-    Args:
-        address, port: to connect to; the name of a unix socket after `UNIX`.
-        secret, purpose, claim: as for `ClientHandshake`.
-        seconds: that all of it may take.
-        source: address to connect from, "" for any.
-
-    Raises:
-        OSError: nothing answers there in time.
-        Rejected, Disconnected: see `advance`.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        left = max(end - time.monotonic(), 0.01)
-        if address.startswith(UNIX):
-            connected = connect_here(address.removeprefix(UNIX))
-        else:
-            connected = socket.create_connection((address, port), left, (source, 0) if source else None)
-        try:
-            authenticate(connected, ClientHandshake(secret, purpose, claim), end - time.monotonic())
-            return connected
-        except BaseException as error:
-            connected.close()
-            # An acceptor with too many unauthenticated connections drops the oldest.
-            if not isinstance(error, Disconnected) or isinstance(error, Rejected) or time.monotonic() > end:
-                raise
-        time.sleep(_RETRY)
 
 
 def wait_for(connected: socket.socket, events: int, seconds: float) -> bool:

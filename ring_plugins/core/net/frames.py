@@ -1,6 +1,8 @@
 """Messages on an authenticated connection: a length, then that many bytes.
 
-Nothing here runs before the handshake of `auth.py` has succeeded.
+Nothing here runs before the handshake of `auth.py` has succeeded. `reach` makes the client end of such a connection,
+for ranks that join rank 0, supervisors, and whoever else talks to one process only: it connects, proves itself, and
+tries again. Those who talk to many use `peers.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from ring_plugins.core.net.auth import Disconnected, Purpose, wait_for
+from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Handshake, Purpose, authenticate, wait_for
 from ring_plugins.core.net.tcp_options import configure
+from ring_plugins.core.net.user_socket import UNIX, connect_here
 
 #: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
 #: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.
-_LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40}
+#: What is probed carries none.
+_LONGEST = {Purpose.CONTROL: 1 << 24, Purpose.BOOTSTRAP: 1 << 28, Purpose.LAUNCHER: 1 << 40, Purpose.PROBE: 0}
 
 _LENGTH = struct.Struct("!Q")
 #: Bytes of one read, and buffers of one write.
@@ -137,6 +141,11 @@ class FrameSocket:
             wait_for(self.socket, select.POLLOUT, min(left, 60.0))
             self.write()
 
+    def say(self, message: bytes, seconds: float | None = None) -> None:
+        """Send a message now; see `flush`."""
+        self.send(message)
+        self.flush(seconds)
+
     def receive(self, seconds: float) -> bytes | None:
         """The next message, or None if none arrives within `seconds`.
 
@@ -153,6 +162,79 @@ class FrameSocket:
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+
+
+class Unreached(Disconnected):
+    """No place has answered in time; the text names each, and why.
+
+    Attributes:
+        error: of the last place.
+    """
+
+    def __init__(self, problems: Sequence[str], error: Exception) -> None:
+        super().__init__("; ".join(problems))
+        self.error = error
+
+
+def reach(
+    places: Callable[[], Iterable[tuple[str, int]]],
+    secret: bytes,
+    purpose: Purpose,
+    claim: Claim,
+    seconds: float,
+    gives_up: Callable[[Unreached], bool] = lambda why: True,
+    pause: float = 0.05,
+    source: str = "",
+    check: Callable[[socket.socket, Handshake], object] = lambda connected, handshake: None,
+) -> FrameSocket:
+    """The client end of a connection to the first of some places that answers as a part of this job.
+
+    Args:
+        places: returns addresses and ports, the likeliest first; the name of a unix socket stands after `UNIX`.
+        secret, purpose, claim: as for `ClientHandshake`.
+        seconds: for each place; also for which a place may drop connections, as an acceptor does that has too many.
+        gives_up: called after each round over all places in vain with the reasons; whether to end.
+        pause: seconds before the next round.
+        source: address to connect from, "" for any.
+        check: called before the handshake; may raise.
+
+    Raises:
+        Unreached: it has given up.
+    """
+    began = time.monotonic()
+    while True:
+        problems, error = list[str](), Exception()
+        try:
+            for address, port in places():
+                try:
+                    handshake = ClientHandshake(secret, purpose, claim)
+                    return FrameSocket(_connect(address, port, handshake, seconds, source, check), purpose)
+                except (OSError, Disconnected) as why:
+                    problems.append(f"{address}:{port}: {getattr(why, 'strerror', None) or why}")
+                    error = why
+        except OSError as why:  # of a name that does not resolve
+            error = why
+        is_dropped = type(error) is Disconnected and time.monotonic() - began < seconds
+        if not is_dropped and gives_up(failed := Unreached(problems, error)):
+            raise failed from error
+        time.sleep(pause)
+
+
+def _connect(
+    address: str, port: int, handshake: Handshake, seconds: float, source: str, check: Callable[..., object]
+) -> socket.socket:
+    end = time.monotonic() + seconds
+    if address.startswith(UNIX):
+        connected = connect_here(address.removeprefix(UNIX))
+    else:
+        connected = socket.create_connection((address, port), max(seconds, 0.01), (source, 0) if source else None)
+    try:
+        check(connected, handshake)
+        authenticate(connected, handshake, end - time.monotonic())
+    except BaseException:
+        connected.close()
+        raise
+    return connected
 
 
 def close_when_read(connections: Sequence[FrameSocket], seconds: float) -> None:

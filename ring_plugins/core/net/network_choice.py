@@ -34,7 +34,8 @@ from ring_plugins.core.base.records import read_each, read_port, read_record
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.acceptor import accept_one
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
+from ring_plugins.core.net.frames import reach
 
 #: Bytes and seconds of a measurement at most. The first part is not timed: TCP starts slowly.
 _BYTES, _UNTIMED, _SECONDS = 8 << 20, 1 << 19, 0.1
@@ -267,7 +268,7 @@ def send_timed(
     """
     with (
         contextlib.suppress(OSError, Disconnected),
-        connect(*target, secret, Purpose.PROBE, Claim(rank), _TIMEOUT, source) as connected,
+        reach(lambda: [target], secret, Purpose.PROBE, Claim(rank), _TIMEOUT, source=source).socket as connected,
     ):
         connected.settimeout(_TIMEOUT)
         data, sent, end = bytes(1 << 16), 0, time.monotonic() + seconds

@@ -36,14 +36,14 @@ from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import (
     Claim,
-    ClientHandshake,
     Disconnected,
+    Handshake,
     Purpose,
     WrongSecret,
     authenticate,
     wait_for,
 )
-from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
+from ring_plugins.core.net.frames import FrameSocket, Unreached, from_json, reach, to_json
 from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.core.net.socket_owner import UnknownUser, are_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
@@ -359,26 +359,31 @@ def join(rank: int, size: int, address: str, port: int, secret: str) -> Bootstra
     """
     name = socket.gethostname()
     waiting = _Waiting(f"rank {rank} on {name}")
-    while True:
-        try:
-            server = _connect(rank, address, port, secret)
-            break
-        except UnknownUser as error:
-            raise LaunchError(f"rank {rank} on {name} {error}") from error
-        except WrongSecret as error:
+
+    def places() -> list[tuple[str, int]]:
+        """Rank 0 listens at IPv4 addresses: at ::1, "localhost" may lead to somebody else."""
+        found = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)
+        return [(str(numeric), port) for *_, (numeric, *_) in found]
+
+    def gives_up(why: Unreached) -> bool:
+        waiting.say(f"rank 0: {unreachable(address, port, why.error)}")
+        return isinstance(why.error, WrongSecret) or waiting.is_over()
+
+    try:
+        seconds = min(SECONDS, config.START_TIMEOUT.get())
+        server = reach(places, _key(secret), Purpose.BOOTSTRAP, Claim(rank), seconds, gives_up, check=check_user)
+    except UnknownUser as error:
+        raise LaunchError(f"rank {rank} on {name} {error}") from error
+    except Unreached as why:
+        if isinstance(why.error, WrongSecret):
             raise LaunchError(
                 f"rank {rank} on {name} cannot join the job: rank 0 rejected this rank's secret: set RING_SECRET alike "
                 f"on all ranks. Otherwise another job listens at {address}:{port}."
-            ) from error
-        except (OSError, Disconnected) as error:
-            why = unreachable(address, port, error)
-            waiting.say(f"rank 0: {why}")
-            if waiting.is_over():
-                raise LaunchError(f"rank {rank} on {name} could not reach rank 0: {why}. {_LONGER}") from error
-            time.sleep(0.05)
+            ) from why
+        text = unreachable(address, port, why.error)
+        raise LaunchError(f"rank {rank} on {name} could not reach rank 0: {text}. {_LONGER}") from why
     try:
-        server.send(to_json(["join", {"size": size, "host": name, "versions": own_versions()}]))
-        server.flush(SECONDS)
+        server.say(to_json(["join", {"size": size, "host": name, "versions": own_versions()}]), SECONDS)
         _answer(server, f"the other ranks, with rank 0 at {address}:{port}", waiting.name)
     except (OSError, Disconnected) as error:
         server.close()
@@ -398,8 +403,7 @@ class _OtherRank:
     def gather(self, payload: Any) -> list[Any]:
         """As `_RankZero.gather`."""
         try:
-            self._server.send(to_json(["gather", payload]))
-            self._server.flush(config.START_TIMEOUT.get())
+            self._server.say(to_json(["gather", payload]), config.START_TIMEOUT.get())
             return _answer(self._server, "rank 0")
         except (OSError, Disconnected) as error:
             raise LaunchError(
@@ -416,36 +420,25 @@ class _OtherRank:
 Bootstrap = _RankZero | _OtherRank
 
 
-def _connect(rank: int, address: str, port: int, secret: str) -> FrameSocket:
-    connected = _reach(address, port)
+def check_user(connected: socket.socket, handshake: Handshake) -> None:
+    """Raise unless this user's process, or one of another host, is at the other end of a connection.
+
+    Asked before what it says counts, but after it has begun to speak: until it accepts, the kernel knows no user.
+
+    Args:
+        connected: the connection.
+        handshake: to be made over it.
+    """
+    if not wait_for(connected, select.POLLIN, SECONDS):
+        raise TimeoutError("no answer")
     try:
-        handshake = ClientHandshake(_key(secret), Purpose.BOOTSTRAP, Claim(rank))
-        # Asked before what it says counts, but after it has begun to speak: until it accepts, the kernel knows no user.
-        if not wait_for(connected, select.POLLIN, SECONDS):
-            raise TimeoutError("no answer")
-        try:
-            if not are_same_user([connected], _if_unknown())[0]:
-                data = connected.recv(handshake.missing)
-                handshake.feed(data)  # which says if it speaks something else; what it would answer is not sent
-                raise Disconnected("another user's process listens there" if data else "it closed the connection")
-        except UnknownUser:
-            authenticate(connected, handshake, SECONDS)  # rank 0 asks after it, and ends the start, too
-            raise
-        authenticate(connected, handshake, SECONDS)
-        return FrameSocket(connected, Purpose.BOOTSTRAP)
-    except BaseException:
-        connected.close()
+        if not are_same_user([connected], _if_unknown())[0]:
+            data = connected.recv(handshake.missing)
+            handshake.feed(data)  # which says if it speaks something else; what it would answer is not sent
+            raise Disconnected("another user's process listens there" if data else "it closed the connection")
+    except UnknownUser:
+        authenticate(connected, handshake, SECONDS)  # rank 0 asks after it, and ends the start, too
         raise
-
-
-def _reach(address: str, port: int) -> socket.socket:
-    """A connection with rank 0, which listens at IPv4 addresses: at ::1, "localhost" may lead to somebody else."""
-    found = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)
-    *others, last = [str(numeric) for *_, (numeric, *_) in found]
-    for other in others:
-        with contextlib.suppress(OSError):
-            return socket.create_connection((other, port), SECONDS)
-    return socket.create_connection((last, port), SECONDS)
 
 
 def unreachable(address: str, port: int, error: Exception) -> str:

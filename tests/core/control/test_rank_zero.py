@@ -57,7 +57,7 @@ def test_an_impostor_of_rank_0_is_detected(monkeypatch, capsys):
             with contextlib.suppress(TimeoutError), impostor.accept()[0] as connection:
                 connection.sendall(b"220 mail.example.org ESMTP\r\n")
     assert found == [None]
-    assert "rank 1 goes on without a control channel to rank 0 (127.0.0.1 port" in capsys.readouterr().err
+    assert "rank 1 goes on without a control channel to rank 0 (127.0.0.1:" in capsys.readouterr().err
 
 
 def test_a_dropped_handshake_is_tried_again(server, channels, monkeypatch):
@@ -117,5 +117,5 @@ def test_without_a_server_it_gives_up_with_a_reason(monkeypatch, capsys):
         port = listener.getsockname()[1]
     address = {"secret": "11" * 32, "local": "nobody", "port": port, "addresses": ["127.0.0.1"]}
     assert connect(1, address, True, lambda: False) is None
-    assert f"127.0.0.1 port {port}" in capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
     assert connect(1, address, True, lambda: True) is None  # it leaves already

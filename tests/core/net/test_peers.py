@@ -10,8 +10,8 @@ import time
 import pytest
 
 from ring_plugins.core.net.acceptor import Acceptor
-from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, connect
-from ring_plugins.core.net.frames import FrameSocket
+from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
+from ring_plugins.core.net.frames import FrameSocket, reach
 from ring_plugins.core.net.peers import Peers
 
 
@@ -135,8 +135,10 @@ def test_new_peers_are_those_that_know_the_secret(loop):
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1")
         friend = []
-        knows = lambda: friend.append(connect("127.0.0.1", port, b"a secret", Purpose.CONTROL, Claim(7), 5))  # noqa: E731
-        thread = threading.Thread(target=knows)
+        places, claim = lambda: [("127.0.0.1", port)], Claim(7)
+        thread = threading.Thread(
+            target=lambda: friend.append(reach(places, b"a secret", Purpose.CONTROL, claim, 5).socket)
+        )
         thread.start()
         while not came and time.monotonic() < end:
             peers.wait(0.1)

@@ -15,7 +15,7 @@ from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.net import acceptor, socket_owner
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
-from ring_plugins.core.net.frames import FrameSocket, to_json
+from ring_plugins.core.net.frames import FrameSocket, reach, to_json
 from ring_plugins.core.rendezvous import bootstrap, record
 
 
@@ -311,7 +311,7 @@ def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secre
         listener.close()
         try:
             with pytest.raises(Disconnected, match="another user's process listens there"):
-                bootstrap._connect(1, "127.0.0.1", port, "")
+                reach(lambda: [("127.0.0.1", port)], b"", Purpose.BOOTSTRAP, Claim(1), 0.5, check=bootstrap.check_user)  # noqa: B023
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
