@@ -31,6 +31,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.functions import argument_observers
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current, is_initialized, on_joined
@@ -258,10 +259,8 @@ def _others_wait(world: World, since: float, seconds: float = 0.0) -> bool:
     """
     if world.topology.rank != 0 or world.observers is None or world.observers.all_stalls is None:
         return False
-    until = time.monotonic() + seconds
-    while not (waits := world.observers.all_stalls.awaits(0, since)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return waits
+    stalls = world.observers.all_stalls
+    return until(lambda: stalls.awaits(0, since), seconds, 0.05)
 
 
 def _is_connected_otherwise() -> bool:

@@ -35,7 +35,7 @@ from typing import Any, NoReturn, Protocol
 from ring_plugins.core.base.errors import DeadlockError, MismatchError, PeerFailed, PeerLeft
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.member import Topology
-from ring_plugins.core.base.threads import HelperThread, set_on_death
+from ring_plugins.core.base.threads import HelperThread, set_on_death, until
 from ring_plugins.core.control.failure_detector import FailureDetector, ThreadDied, summary
 from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.linux.process import is_failure
@@ -200,10 +200,9 @@ def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
     if detector is None:
         return None
     highest = job.world_rank if detector.failed else job.topology.size
-    deadline = time.monotonic() + (_SAME_ERROR if job.topology.rank else 0.0)
-    while ((failure := detector.failure()) is None or failure.rank > highest) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    own = summary(error)
+    is_told = lambda: (failure := detector.failure()) is not None and failure.rank <= highest  # noqa: E731
+    until(is_told, _SAME_ERROR if job.topology.rank else 0.0)
+    own, failure = summary(error), detector.failure()
     prefix, _, other = str(failure or "").partition(" failed: ")
     if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank or failure.rank > highest:
         return None
@@ -323,9 +322,11 @@ def consequence(job: Job, error: BaseException) -> PeerFailed | None:
     if isinstance(error, PeerFailed):
         return error
     if isinstance(error, PeerRejected) and job.failure_detector is not None:
-        detector, end = job.failure_detector, time.monotonic() + _SAME_ERROR
-        while (failure := detector.failure()) is None and not detector.exited() and time.monotonic() < end:
-            time.sleep(0.005)  # the rank that rejected probably ends by that
+        detector = job.failure_detector
+        until(
+            lambda: detector.failure() or detector.exited(), _SAME_ERROR
+        )  # the rank that rejected probably ends by it
+        failure = detector.failure()
         for rank, status in detector.exited().items() if failure is None else ():
             return PeerFailed(f"rank {rank} ended with exit status {status} (sys.exit).", rank)
         return failure

@@ -6,13 +6,13 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.hosts import is_this_host
@@ -115,6 +115,4 @@ class Logins:
 
     def leave(self) -> None:
         """Wait until all logins have ended, after the end of the job."""
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while any(process.poll() is None for process in self._processes.helpers) and time.monotonic() < deadline:
-            time.sleep(_TICK)
+        until(lambda: all(process.poll() is not None for process in self._processes.helpers), _LEAVE_SECONDS, _TICK)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ring_plugins.core.base.member import Members
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.observe.step_breakdown import StepBreakdown, report_interval
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current, current_observers
@@ -99,9 +99,8 @@ class BalanceMonitor:
         aggregator, last = observers.all_steps, steps.count - 1
         if aggregator is None:
             return
-        interval, end = report_interval(current().topology.size), time.monotonic() + patience
-        while aggregator.last + interval <= last and time.monotonic() < end:
-            time.sleep(0.005)
+        interval = report_interval(current().topology.size)
+        until(lambda: aggregator.last + interval > last, patience)
 
     def __enter__(self) -> BalanceMonitor:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
         self.start()

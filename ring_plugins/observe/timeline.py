@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.world import current_observers
 
-#: Seconds that the start or the end of a timeline may take.
+#: Seconds that the start or the end of a timeline may take: it is not worth more.
 _PATIENCE = 5.0
 
 
@@ -39,7 +38,7 @@ class Timeline:
             observers.timeline.start(self._directory)
         else:
             observers.spans.hold()
-        _wait_until(lambda: recorder.on)
+        until(lambda: recorder.on, _PATIENCE)
 
     def stop(self) -> Path | None:
         """Stop recording; return the file's path on rank 0, None on other ranks.
@@ -54,10 +53,10 @@ class Timeline:
         if (aggregator := observers.timeline) is None:
             # Rank 0 switches the recording off. Waiting for that keeps what this rank does next out of the timeline.
             observers.spans.release()
-            _wait_until(lambda: not recorder.on)
+            until(lambda: not recorder.on, _PATIENCE)
             return None
         aggregator.stop()
-        _wait_until(lambda: aggregator.is_complete)
+        until(lambda: aggregator.is_complete, _PATIENCE)
         return aggregator.finish()
 
     def __enter__(self) -> Timeline:  # noqa: PYI034 - Self needs Python 3.11; nobody inherits
@@ -69,10 +68,3 @@ class Timeline:
         is_rank_0 = observers is not None and observers.timeline is not None
         if kind is None or is_rank_0:  # a rank that failed reports that without waiting for rank 0
             self.stop()
-
-
-def _wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for a message from rank 0 to arrive, for a few seconds at most: a timeline is not worth more."""
-    end = time.monotonic() + _PATIENCE
-    while not reached() and time.monotonic() < end:
-        time.sleep(0.01)

@@ -12,14 +12,17 @@ connections must therefore catch whatever a single connection can cause.
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ring_plugins.core.base.log import logger
 
 #: Called on a thread that an exception ends, with its name and the exception; returns False outside a job.
 OnDeath = Callable[[str, BaseException], bool]
+
+T = TypeVar("T")
 
 #: Seconds after which a blocked thread looks for signals.
 _SIGNALS = 0.25
@@ -70,3 +73,14 @@ def wait_for_event(event: threading.Event) -> None:
     """
     while not event.wait(_SIGNALS):
         pass
+
+
+def until(ready: Callable[[], T], seconds: float, pause: float = 0.005) -> T:
+    """What `ready` returns once that is true, or after `seconds`, whatever it is then.
+
+    For what takes a moment, such as the end of a process. Ranks wait for each other in core/control/wait.py.
+    """
+    end = time.monotonic() + seconds
+    while not (found := ready()) and time.monotonic() < end:
+        time.sleep(pause)
+    return found

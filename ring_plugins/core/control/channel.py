@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.base.threads import HelperThread, until
 from ring_plugins.core.control.rank_zero import GOODBYE, RankZero
 from ring_plugins.core.net.acceptor import Authenticated
 from ring_plugins.core.net.auth import Disconnected, Purpose
@@ -178,11 +178,9 @@ class Channel:
     def flush(self, seconds: float) -> bool:
         """Wait until everything is sent; returns whether it is."""
         end = time.monotonic() + seconds
-        while self._connect is not None and self._queued:  # rank 0 would else hear of its end, not of the cause
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.005)
-        return self.peers.flush(end - time.monotonic())
+        # Rank 0 would else hear of its end, not of the cause.
+        is_connected = until(lambda: self._connect is None or not self._queued, seconds)
+        return is_connected and self.peers.flush(end - time.monotonic())
 
     def wake(self) -> None:
         """Let `poll` return."""

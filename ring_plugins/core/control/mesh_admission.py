@@ -41,6 +41,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.control.channel import EVERYONE
 from ring_plugins.core.control.consensus import Decision, check
 from ring_plugins.core.control.liveness import Liveness
@@ -60,8 +61,6 @@ _LATE = "the process that was to join did not answer."
 #: What a member tells for which the joiner is lost already.
 _LOST = "the process that was to join is lost, as its host could not be reached."
 _WHAT = "the admission of a new rank"
-
-
 #: Seconds between two looks at one that has joined.
 _LOOK = 0.0005
 
@@ -317,15 +316,15 @@ def begin_together(joined: Sequence[Liveness], members: Callable[[], Collection[
         joined: these processes.
         members: returns the world ranks of those that say that they go on.
     """
-    deadline = time.monotonic() + _PATIENCE
-    while late := [peer for peer in joined if peer.rank not in members() and not peer.has_died()]:
-        if time.monotonic() > deadline:
-            for peer in late:
-                with contextlib.suppress(OSError):
-                    os.kill(peer.pid, signal.SIGKILL)
-                logger.warning(
-                    f"process {peer.pid}, which has joined as rank {peer.rank}, did not go on for {_PATIENCE:g} s "
-                    "(stopped?). It was killed."
-                )
-            return
-        time.sleep(_LOOK)
+
+    def late() -> list[Liveness]:
+        return [peer for peer in joined if peer.rank not in members() and not peer.has_died()]
+
+    until(lambda: not late(), _PATIENCE, _LOOK)
+    for peer in late():
+        with contextlib.suppress(OSError):
+            os.kill(peer.pid, signal.SIGKILL)
+        logger.warning(
+            f"process {peer.pid}, which has joined as rank {peer.rank}, did not go on for {_PATIENCE:g} s (stopped?). "
+            "It was killed."
+        )

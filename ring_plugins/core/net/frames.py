@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Handshake, Purpose, authenticate, wait_for
 from ring_plugins.core.net.tcp_options import configure
 from ring_plugins.core.net.user_socket import UNIX, connect_here
@@ -244,15 +245,13 @@ def close_when_read(connections: Sequence[FrameSocket], seconds: float) -> None:
         connections: whose messages nobody reads here any more.
         seconds: for which this waits, at most.
     """
-    end, left = time.monotonic() + seconds, list(connections)
-    for connection in left:
+    end = time.monotonic() + seconds
+    for connection in connections:
         with contextlib.suppress(Disconnected, OSError, TimeoutError):
             connection.flush(max(end - time.monotonic(), 0.01))
             connection.socket.shutdown(socket.SHUT_WR)
-    while left and time.monotonic() < end:
-        left = [connection for connection in left if not _has_ended(connection)]
-        time.sleep(0.005)
-    for connection in left:
+    until(lambda: not [one for one in connections if not _has_ended(one)], end - time.monotonic())
+    for connection in connections:
         connection.close()
 
 

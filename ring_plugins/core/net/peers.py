@@ -31,17 +31,15 @@ import contextlib
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Disconnected
 from ring_plugins.core.net.frames import FrameSocket, close_when_read
 
 #: Bytes that may wait to be sent to one peer; beyond it droppable messages are dropped.
 _MOST_UNSENT = 1 << 22
-#: Seconds between two looks of `flush`.
-_LOOK = 0.005
 
 #: A message of a peer, or how its connection has ended.
 Event = bytes | Disconnected
@@ -181,15 +179,12 @@ class Peers:
 
     def flush(self, seconds: float) -> bool:
         """Send everything that waits; returns whether that was possible in time. Any thread may call it."""
-        end = time.monotonic() + seconds
-        while True:
+
+        def is_sent() -> bool:
             with self.lock:
-                waiting = [frames for frames in self._frames.values() if _has_more_to_send(frames)]
-            if not waiting:
-                return True
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LOOK)
+                return not [frames for frames in self._frames.values() if _has_more_to_send(frames)]
+
+        return until(is_sent, seconds)
 
     def close(self, seconds: float = 0.0) -> None:
         """Close everything once the peers have read what was sent last, for which this waits so long at most.

@@ -36,6 +36,7 @@ import numpy as np
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError
 from ring_plugins.core.base.member import Member
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.shared_memory import Segment, publish
@@ -348,10 +349,8 @@ class OwnSlot(Slots):
         Raises:
             LaunchError: none is written.
         """
-        end = time.monotonic() + config.START_TIMEOUT.get()
-        found: dict[str, Any] | None
-        while (found := self.join_info.read()) is None and not self.has_supervisor and time.monotonic() < end:
-            time.sleep(0.01)
+        seconds = 0.0 if self.has_supervisor else config.START_TIMEOUT.get()
+        found: dict[str, Any] | None = until(self.join_info.read, seconds)
         if found is None:
             raise LaunchError(f"{config.JOINS.name} is set, but no rank of this host has been a member of the job.")
         return found

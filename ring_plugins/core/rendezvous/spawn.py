@@ -31,6 +31,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, SharedMemoryError, name_ranks
 from ring_plugins.core.base.log import flush_output, logger
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.linux import thread_count
 from ring_plugins.core.linux.process import (
     as_status,
@@ -278,10 +279,11 @@ def _wait_for_slot(slots: Slots, world_rank: int) -> int:
     """Wait as a standby until `ring run`, which ends this process with the job, gives it the slot of a lost rank."""
     slots.wait_as_standby(world_rank)
     try:
-        while (slot := slots.given(world_rank)) is None:
-            time.sleep(_LOOK)
+        until(lambda: slots.given(world_rank) is not None, float("inf"), _LOOK)
     except KeyboardInterrupt:  # at which all ranks end, and say so
         sys.exit(128 + signal.SIGINT)
+    slot = slots.given(world_rank)
+    assert slot is not None
     return slot
 
 
@@ -391,7 +393,5 @@ def _code_of_child(rank: int) -> int | None:
     children = _rendezvous.children if _rendezvous is not None else []
     if not 0 < rank <= len(children):
         return None
-    deadline = time.monotonic() + _EXIT
-    while (code := children[rank - 1].poll()) is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return code
+    until(lambda: children[rank - 1].poll() is not None, _EXIT)
+    return children[rank - 1].returncode

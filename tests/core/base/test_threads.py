@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ring_plugins.core.base import threads
-from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.base.threads import HelperThread, until
 from tests.launch import run_ranks
 
 PACKAGE = Path(threads.__file__).parents[2]
@@ -117,6 +117,13 @@ def test_all_threads_of_the_package_are_helper_threads():
     }
     # These hand their error to the thread that waits for it, or have none: it is about to end the process.
     assert others == {("spark/run.py", "InheritableThread"), ("core/exit_hooks.py", "start_new_thread")}
+
+
+def test_until_returns_what_it_waited_for_or_what_there_is_when_the_time_is_over():
+    values = iter([0, "", "found", "more"])
+    assert until(lambda: next(values), 60.0, 0.0) == "found"
+    assert until(lambda: "", 0.01) == ""
+    assert until(lambda: 7, -1.0) == 7  # looks once even if there is no time
 
 
 #: By file and by what its name is there, the test that raises in each thread.
