@@ -39,10 +39,10 @@ from ring_plugins.core.members.introduction import Introduction, meet, own_membe
 from ring_plugins.core.members.members import Elastic
 from ring_plugins.core.members.policy import FailurePolicy, FirstCall
 from ring_plugins.core.net.listener import Listener
+from ring_plugins.core.net.sockets import UNIX
 from ring_plugins.core.net.tcp import TcpTransport
-from ring_plugins.core.net.user_socket import UNIX
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.rendezvous import Launcher, Rendezvous, exported, leave
+from ring_plugins.core.rendezvous import Launcher, Rendezvous, leave, tcp
 from ring_plugins.core.rendezvous.claim import RankMarker
 from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, TOLD
 from ring_plugins.core.rendezvous.spawn import status_of_child
@@ -254,9 +254,9 @@ class World(Communicators):
         return os.getpid() == self._pid
 
     def export_place(self) -> None:
-        """Tell other libraries in this process which rank it is (core/rendezvous/exported.py)."""
+        """Tell other libraries in this process which rank it is (core/rendezvous/tcp.py)."""
         if self._reserved is not None:
-            exported.export_members(self.members, self._ports, self._rendezvous.addresses)
+            tcp.export_members(self.members, self._ports, self._rendezvous.addresses)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, so that they stop waiting. Only the first call counts."""

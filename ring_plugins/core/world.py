@@ -13,11 +13,11 @@ from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.job import World
 from ring_plugins.core.linux import thread_count
-from ring_plugins.core.linux.malloc import keep_freed_memory
+from ring_plugins.core.linux.process import keep_freed_memory
 from ring_plugins.core.members.policy import FailurePolicy, prepare_to_continue
 from ring_plugins.core.observe.observers import Observers
 from ring_plugins.core.observe.timeline import check_directory
-from ring_plugins.core.rendezvous import connect, exported, launcher_of, launchers
+from ring_plugins.core.rendezvous import connect, launcher_of, launchers, tcp
 from ring_plugins.core.rendezvous.claim import check_ancestors
 
 _world: World | None = None
@@ -115,7 +115,7 @@ def shutdown() -> None:
         world.close()
         kept_results.clear()
         set_rank(None)
-        exported.withdraw()
+        tcp.withdraw_exported()
 
 
 def is_initialized() -> bool:

@@ -10,7 +10,7 @@ from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.averaging import BUCKET_BYTES, averagings_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.learning_rate import warn_of_steps

@@ -20,7 +20,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.consistency import checksums_of
 from ring_plugins.keras.job import connect

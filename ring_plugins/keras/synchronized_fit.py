@@ -18,8 +18,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.joining.join import admit, join
-from ring_plugins.core.joining.root import Root
-from ring_plugins.core.joining.state_transfer import fails_alone
+from ring_plugins.core.joining.state_transfer import Root, fails_alone
 from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.averaging import (
     GradientAveraging,

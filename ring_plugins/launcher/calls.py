@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ring_plugins.core.base.errors import LaunchError, quoted
-from ring_plugins.core.base.own_python import own_python
+from ring_plugins.core.base.install import own_python
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
 from ring_plugins.core.linux.process import ending
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated

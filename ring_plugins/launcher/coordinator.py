@@ -75,7 +75,7 @@ from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, to_json
 from ring_plugins.core.net.peers import Event, Peers
-from ring_plugins.core.net.tcp_options import end_when_silent
+from ring_plugins.core.net.sockets import end_when_silent
 from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
 from ring_plugins.launcher.coordinator_link import read_message
 from ring_plugins.launcher.growth import GrowthRequests

@@ -24,7 +24,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose, WrongSecret
 from ring_plugins.core.net.frames import Unreached, from_json, reach, to_json
-from ring_plugins.core.net.tcp_options import end_when_silent
+from ring_plugins.core.net.sockets import end_when_silent
 
 #: Seconds to connect to the coordinator, at each of its addresses if it may not be there yet, and to find out whether
 #: it is gone.

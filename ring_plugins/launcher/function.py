@@ -22,8 +22,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 from ring_plugins.core import world
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
+from ring_plugins.core.base.install import RING, own_python, search_path
 from ring_plugins.core.base.log import flush_output
-from ring_plugins.core.base.own_python import RING, own_python, search_path
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import address_towards

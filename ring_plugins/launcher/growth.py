@@ -27,8 +27,7 @@ from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.net.peers import Peers
-from ring_plugins.core.net.socket_owner import why_users_are_unknown
-from ring_plugins.core.net.user_socket import connect_below, connect_to, listen_below, names_below
+from ring_plugins.core.net.sockets import connect_below, connect_to, listen_below, names_below, why_users_are_unknown
 
 #: Bytes of the longest request, and of the longest answer.
 _REQUEST, _ANSWER = 512, 4096

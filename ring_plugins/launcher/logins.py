@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ring_plugins.core.base.own_python import own_python, own_python_elsewhere
+from ring_plugins.core.base.install import own_python, own_python_elsewhere
 from ring_plugins.core.base.threads import until
 from ring_plugins.core.linux.interfaces import address_towards, own_addresses
 from ring_plugins.launcher.coordinator_link import HostJob

@@ -23,7 +23,7 @@ from typing import Any
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError, printable, quoted
-from ring_plugins.core.base.own_python import FIRST
+from ring_plugins.core.base.install import FIRST
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.net.acceptor import Acceptor

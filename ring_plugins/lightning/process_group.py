@@ -20,7 +20,7 @@ from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitial
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.job import World
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world

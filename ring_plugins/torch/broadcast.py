@@ -15,7 +15,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.functions import all_or_none, broadcast
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu, known_bytes, streams

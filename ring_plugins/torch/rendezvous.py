@@ -23,7 +23,7 @@ from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.rendezvous import tcp
-from ring_plugins.core.rendezvous.exported import launchers_value
+from ring_plugins.core.rendezvous.tcp import launchers_value
 
 _TIMEOUT = timedelta(seconds=300)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ring_plugins.cli.main import app
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.net import socket_owner, user_socket
+from ring_plugins.core.net import sockets
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.launcher import growth
 from ring_plugins.launcher.growth import GrowthRequests, request_ranks, running_jobs
@@ -103,9 +103,9 @@ def test_where_strangers_show_as_this_user_nobody_is_asked_and_nobody_is_answere
             authenticate(stranger, ClientHandshake(b"", Purpose.LAUNCHER, Claim(0)), 20)
     assert asked == []
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    assert not socket_owner.why_users_are_unknown()
-    monkeypatch.setattr(socket_owner, "_ALL_USERS", [])
-    assert "show as this one (65534)" in socket_owner.why_users_are_unknown()
+    assert not sockets.why_users_are_unknown()
+    monkeypatch.setattr(sockets, "_ALL_USERS", [])
+    assert "show as this one (65534)" in sockets.why_users_are_unknown()
 
 
 def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
@@ -136,7 +136,7 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
         reads.append(path)
         return open(path, **options)
 
-    monkeypatch.setattr(user_socket, "open", counted, raising=False)
+    monkeypatch.setattr(sockets, "open", counted, raising=False)
     assert os.getpid() in running_jobs()
     assert reads == ["/proc/net/unix"]  # of the kernel's list, however long others make it
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so that all sockets are another user's

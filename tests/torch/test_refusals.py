@@ -13,7 +13,7 @@ import ring_plugins.horovod.torch as hvd
 import ring_plugins.torch as rt
 from ring_plugins.core import functions
 from ring_plugins.core.collectives.single import SingleCommunicator
-from ring_plugins.core.joining import root
+from ring_plugins.core.joining import state_transfer
 from ring_plugins.core.members.changes import ChangeCallbacks
 from ring_plugins.torch import differentiable
 from tests.launch import run_ranks
@@ -148,7 +148,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         world_rank=0,
         world_ranks=(0, 1),
     )
-    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, root):
+    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, state_transfer):
         monkeypatch.setattr(module, "current", lambda: world)
     return rejected
 

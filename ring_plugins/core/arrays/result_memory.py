@@ -12,7 +12,7 @@ What is kept follows what is needed: a size from its second use on, each memory 
 by without it, and never more than `LIMIT`; what was used longest ago goes first. A lease that somebody still holds
 keeps its own memory alive.
 
-Considered and rejected: to leave this to malloc, which keeps freed memory too (linux/malloc.py), but only if it is
+Considered and rejected: to leave this to malloc, which keeps freed memory too (linux/process.py), but only if it is
 glibc's, if the user has not set its thresholds, and if no block still in use lies behind it.
 """
 

@@ -1,9 +1,20 @@
-"""What to type to add an optional package: the one place that all texts take the command from."""
+"""How this package is installed: what to type to add an optional package, and how to start Python for its own code.
+
+`pip_command` is the one place that all texts take that command from.
+
+`python -c`, `python -m` and `python -` search the current directory first. It may be one that others can write, such as
+/tmp or a directory of shared data, and a json.py that somebody has left there would run as the user. So `own_python`
+starts Python without the current directory in the module search path. Python 3.11 has an option for that, -P. Before,
+the code can only remove the entry ahead of its first import. That alone would be too late for Python 3.13, which
+imports linecache for `-c` before the code begins. PYTHONPATH counts as ever: its entries are the user's choice, and the
+package may have been found there.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 
 from ring_plugins.core.base.errors import MissingDependency
@@ -49,3 +60,39 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+#: The first statements of such code.
+FIRST = "import sys; sys.path[:] = filter(None, sys.path)"
+#: What starts the `ring` command.
+RING = "import ring_plugins.__main__"
+_OPTIONS = ("-P",) if sys.version_info >= (3, 11) else ()
+_VARIABLE = "PYTHONSAFEPATH"
+#: Where this package was found.
+_PARENT = str(Path(__file__).parents[3])
+
+
+def search_path() -> list[str]:
+    """`sys.path` without the current directory, where this package is found first from the same place as here."""
+    path = [entry for entry in sys.path if entry]
+    return path if _PARENT in path else [_PARENT, *path]
+
+
+def own_python(code: str) -> list[str]:
+    """The command that runs code in this Python, with this same package.
+
+    Args:
+        code: in one line; `sys` is imported.
+    """
+    same = f"sys.path[:0] = {{{_PARENT!r}}}.difference(sys.path)"
+    return [sys.executable, *_OPTIONS, "-c", f"{FIRST}; {same}; {code}"]
+
+
+def own_python_elsewhere(python: str, code: str) -> list[str]:
+    """The same for a Python of another host, whose version may be another: words that env(1) takes.
+
+    Args:
+        python: its path there.
+        code: as for `own_python`.
+    """
+    return [f"{_VARIABLE}=1", python, "-c", f"{FIRST}; import os; os.environ.pop({_VARIABLE!r}, None); {code}"]

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from ring_plugins.core.base.arguments import read_address, read_as, read_record
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.facts import Facts
-from ring_plugins.core.base.records import read_address, read_as, read_record
 
 
 class Cores(NamedTuple):

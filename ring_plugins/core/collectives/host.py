@@ -24,9 +24,9 @@ import numpy as np
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import Op, check_reducible
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.arguments import read_address, read_as, read_each
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.base.records import read_address, read_as, read_each
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import Activity, BufferOwner, Communicator, Work
 from ring_plugins.core.collectives.executor import SerialExecutor

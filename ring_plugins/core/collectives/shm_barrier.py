@@ -55,7 +55,7 @@ from ring_plugins.core.base.places import frames_of_call
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
-from ring_plugins.core.linux import futex
+from ring_plugins.core.linux import shared_memory
 from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
 
 #: Bytes of a control page.
@@ -153,7 +153,7 @@ class SharedMemoryBarrier:
         others = self._others
         for page in others:
             if page[_SLEEPING]:
-                futex.wake(self._addresses[self._position])
+                shared_memory.wake(self._addresses[self._position])
                 break
         for _ in range(_LOOKS):
             for page in others:
@@ -193,7 +193,7 @@ class SharedMemoryBarrier:
             seen = page[_EPOCH]
             if seen < epoch:
                 self._own[_SLEEPING] = 1
-                futex.sleep_while(address, seen, _LONGEST_SLEEP)
+                shared_memory.sleep_while(address, seen, _LONGEST_SLEEP)
                 self._own[_SLEEPING] = 0
                 return
 
@@ -220,7 +220,7 @@ class SharedMemoryBarrier:
         self._write(text, _INTERRUPTED)
         publish()
         self._own[_EPOCH] = _NEVER
-        futex.wake(self._addresses[self._position])
+        shared_memory.wake(self._addresses[self._position])
 
     def _write(self, text: str, kind: int) -> None:
         data = np.frombuffer(text.encode()[: PAGE - _TEXT - 1], np.uint8)

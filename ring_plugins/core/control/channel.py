@@ -32,7 +32,7 @@ from ring_plugins.core.net.acceptor import Authenticated
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket, from_json, to_json
 from ring_plugins.core.net.peers import Peers
-from ring_plugins.core.net.tcp_options import enable_keepalive
+from ring_plugins.core.net.sockets import enable_keepalive
 
 #: Messages that may wait for a connection; beyond it the oldest are dropped.
 MOST_QUEUED = 1000

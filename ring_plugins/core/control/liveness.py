@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from ring_plugins.core.base.arguments import read_as, read_each
 from ring_plugins.core.base.errors import PeerFailed, SharedMemoryError
 from ring_plugins.core.base.facts import Facts
 from ring_plugins.core.base.member import Members
-from ring_plugins.core.base.records import read_as, read_each
 from ring_plugins.core.linux.shared_memory import Address, Segment, publish
 
 RUNNING, LEFT, FAILED = 1, 2, 3

@@ -52,7 +52,7 @@ from ring_plugins.core.control.rounds import Rounds
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket
 from ring_plugins.core.net.listener import Listener
-from ring_plugins.core.net.tcp_options import end_when_silent
+from ring_plugins.core.net.sockets import end_when_silent
 
 #: Names these connections beside those of communicators, whose tags are not negative.
 MESH_TAG = -1

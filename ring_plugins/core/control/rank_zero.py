@@ -19,8 +19,7 @@ from ring_plugins.core.linux.process import raise_open_file_limit
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, Purpose, Rejected
 from ring_plugins.core.net.frames import FrameSocket, Unreached, reach, to_json
-from ring_plugins.core.net.tcp_options import enable_keepalive
-from ring_plugins.core.net.user_socket import UNIX
+from ring_plugins.core.net.sockets import UNIX, enable_keepalive
 
 #: Open files that rank 0 needs beside a connection for every rank, and connections that it accepts beside them.
 _OTHER_FILES, _OTHER_CONNECTIONS = 512, 64

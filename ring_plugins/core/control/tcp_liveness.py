@@ -10,7 +10,7 @@ peer: how often has it retransmitted without an acknowledgment (TCP_INFO, tcp(7)
 connection of this process, including those of MPI and NCCL, whose sockets we never see otherwise. A connection with
 at least three retransmissions and no acknowledgment for RING_NETWORK_TIMEOUT seconds has lost its network.
 
-Idle connections retransmit nothing, so the kernel probes those, such as the control channel (net/tcp_options.py).
+Idle connections retransmit nothing, so the kernel probes those, such as the control channel (net/sockets.py).
 
 Considered and rejected: TCP_USER_TIMEOUT (RFC 5482) does the same for one socket, but it closes the connection, and
 cannot be set on sockets of MPI and NCCL before they use them. Reading /proc/net/tcp shows the counters of all

@@ -1,5 +1,4 @@
 """A process joins a job that runs, and gets the state of its training.
 
 - `join` lets it join, and `state_transfer` gives it the state.
-- `root` lets a loop of broadcasts keep to one process, whatever its rank becomes.
 """

@@ -10,6 +10,11 @@ they cannot be pickled, these processes end, with the reason.
 
 Considered and rejected: to tell the others before the process ends. They would have to agree that it is out, which is
 what they do when it is gone.
+
+**Several broadcasts in a row take from one process**, a `Root`. When a rank is lost, those above it get other numbers.
+A loop that broadcasts one tensor after the other from a fixed number would then take some from one process and the rest
+from another, and all ranks would have the same wrong values. So such a loop asks for the root's present number before
+each broadcast.
 """
 
 from __future__ import annotations
@@ -142,3 +147,33 @@ def _hear_of(changes: Sequence[MembershipChange]) -> None:
     own, rank, known = current().world_rank, current().topology.rank, current().elastic.changes.untold
     before = list(itertools.takewhile(lambda change: own not in change.joined, changes))
     known.extendleft(change._replace(rank_before=rank, rank=rank) for change in reversed(before))
+
+
+#: No rank.
+_UNKNOWN = -1
+
+
+class Root:
+    """A rank that stays the same process; if it is lost, the lowest of those that are left.
+
+    A broadcast in which the root is lost raises. So nobody goes on with a part of what it had.
+
+    Args:
+        rank: as the script numbers the ranks now.
+    """
+
+    def __init__(self, rank: int) -> None:
+        #: A process that takes the place of a lost rank hears of it when it joins.
+        self.world_rank = _UNKNOWN if current().is_joining else current().world_ranks[rank]
+
+    def is_here(self) -> bool:
+        """Whether it is this process now."""
+        world = current()
+        return not world.is_joining and self._among(world.world_ranks) == world.world_rank
+
+    def rank_in(self, communicator: Communicator[Any]) -> int:
+        """Its rank in a communicator now."""
+        return communicator.ranks.index(self._among(communicator.ranks))
+
+    def _among(self, ranks: Sequence[int]) -> int:
+        return self.world_rank if self.world_rank in ranks else ranks[0]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.arguments import read_as, read_each, read_record
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member, Members, virtual_nodes
-from ring_plugins.core.base.records import read_as, read_each, read_record
 from ring_plugins.core.control.liveness import Liveness
 from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.shared_memory import shared_memory_domain

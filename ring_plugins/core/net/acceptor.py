@@ -2,7 +2,7 @@
 
 Unauthenticated connections are bounded in number and time. An error on a connection closes only that connection. On
 unix sockets the kernel also reports the user (SO_PEERCRED), and other users are rejected. The bootstrap, whose secret
-may be empty, also rejects other users of this host on TCP connections (socket_owner.py). auth.py describes the
+may be empty, also rejects other users of this host on TCP connections (sockets.py). auth.py describes the
 handshake and what it protects against.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.net.auth import HANDSHAKE_SECONDS, Claim, Purpose, ServerHandshake, WrongSecret, advance
-from ring_plugins.core.net.socket_owner import is_same_unix_user
+from ring_plugins.core.net.sockets import is_same_unix_user
 
 #: Connections accepted at once, so that a flood of them cannot keep the caller from its other work.
 _ACCEPT_AT_ONCE = 64

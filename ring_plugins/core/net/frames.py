@@ -20,8 +20,7 @@ from typing import Any
 
 from ring_plugins.core.base.threads import until
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Handshake, Purpose, authenticate, wait_for
-from ring_plugins.core.net.tcp_options import configure
-from ring_plugins.core.net.user_socket import UNIX, connect_here
+from ring_plugins.core.net.sockets import UNIX, configure, connect_here
 
 #: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
 #: bootstrap holds every rank's payload; the launcher carries a user's functions and results, as large as they may be.

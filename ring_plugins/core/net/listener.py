@@ -34,8 +34,7 @@ from ring_plugins.core.net.auth import (
     Rejected,
     advance,
 )
-from ring_plugins.core.net.tcp_options import configure
-from ring_plugins.core.net.user_socket import UNIX, connect_here
+from ring_plugins.core.net.sockets import UNIX, configure, connect_here
 
 #: Seconds before the next attempt to connect, after a peer dropped one before it answered.
 _RETRY_SECONDS = 0.05

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.arguments import read_each, read_port, read_record
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.base.records import read_each, read_port, read_record
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.acceptor import accept_one

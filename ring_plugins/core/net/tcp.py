@@ -32,9 +32,9 @@ from itertools import islice
 from typing import Any
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.arguments import read_each, read_port
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.base.records import read_each, read_port
 from ring_plugins.core.base.types import Bytes
 from ring_plugins.core.net.listener import Listener
 

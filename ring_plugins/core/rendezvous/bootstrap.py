@@ -45,7 +45,7 @@ from ring_plugins.core.net.auth import (
 )
 from ring_plugins.core.net.frames import FrameSocket, Unreached, from_json, reach, to_json
 from ring_plugins.core.net.peers import Event, Peers
-from ring_plugins.core.net.socket_owner import UnknownUser, are_same_user
+from ring_plugins.core.net.sockets import UnknownUser, are_same_user
 from ring_plugins.core.rendezvous.record import differences, own_versions
 
 #: Seconds that connecting, joining after the handshake, or sending a message may take.

@@ -12,7 +12,7 @@ proves nothing, since a fork server keeps the environment of its own start.
 Not every such process is a mistake. Lightning, `torch.multiprocessing.spawn` and others start ranks with
 multiprocessing: these get launch variables of their own after their start, which differ from those that they inherited.
 
-Other programs that a rank starts are recognized by their environment (detection.py).
+Other programs that a rank starts are recognized by their environment (launchers.py).
 """
 
 from __future__ import annotations

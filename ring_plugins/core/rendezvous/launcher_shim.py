@@ -39,8 +39,8 @@ from typing import Any, NoReturn
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, name_ranks
+from ring_plugins.core.base.install import RING, own_python
 from ring_plugins.core.base.log import flush_output, logger
-from ring_plugins.core.base.own_python import RING, own_python
 from ring_plugins.core.linux.interfaces import own_addresses, reserve_port
 from ring_plugins.core.linux.process import end_with_parent
 from ring_plugins.core.linux.shared_memory import shared_memory_domain

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-from ring_plugins.core.rendezvous.exported import launchers_value
 from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, integer
+from ring_plugins.core.rendezvous.tcp import launchers_value
 
 
 def find(launcher: Launcher) -> LaunchRecord | None:

@@ -21,7 +21,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.trials import Wanted
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.slices import Slices
 
 _KNOWN = ("tensorflow", "torch", "jax")

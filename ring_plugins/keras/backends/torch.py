@@ -14,7 +14,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.gradients.fusion import Entry
-from ring_plugins.core.joining.root import Root
+from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients

@@ -1,12 +1,17 @@
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import SharedMemoryError
+from ring_plugins.core.linux import shared_memory
 from ring_plugins.core.linux.shared_memory import Segment, _publish_weakly_ordered
 
 
@@ -98,3 +103,40 @@ def test_a_forked_child_has_a_copy_of_its_own_and_no_access_to_the_others():
     assert set(shared.tolist()) == {8} and set(others_shared.tolist()) == {7}
     for fd in (parent_is_done, done, said, say):
         os.close(fd)
+
+
+def test_another_process_wakes_a_sleeper() -> None:
+    segment = Segment.create(4096)
+    words = segment.array.view(np.int64)
+    child = os.fork()
+    if not child:  # says that it sleeps, sleeps until it is woken, and says that it woke
+        words[1] = 1
+        while words[0] == 0:
+            shared_memory.sleep_while(segment.array.ctypes.data, 0, 30.0)
+        words[1] = 2
+        os._exit(0)
+    while words[1] == 0:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    words[0] = 1
+    started = time.monotonic()
+    shared_memory.wake(segment.array.ctypes.data)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and words[1] == 2
+    assert time.monotonic() - started < 25.0  # and did not sleep to the end
+
+
+def test_a_word_that_has_changed_is_not_slept_on() -> None:
+    word = np.array([2**40 + 5])
+    started = time.monotonic()
+    shared_memory.sleep_while(word.ctypes.data, 4, 30.0)
+    assert time.monotonic() - started < 25.0
+
+
+def test_a_sleep_times_out_and_lets_other_threads_run() -> None:
+    word, ran = np.array([3]), threading.Event()
+    thread = threading.Thread(target=ran.set)
+    thread.start()
+    shared_memory.sleep_while(word.ctypes.data, 3, 0.05)
+    thread.join()
+    assert ran.is_set()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ring_plugins.core.net import acceptor as acceptor_module
-from ring_plugins.core.net import socket_owner
+from ring_plugins.core.net import sockets
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import (
     Claim,
@@ -132,10 +132,10 @@ def test_other_users_are_rejected_on_unix_sockets(monkeypatch):
 
 def test_strangers_cannot_have_the_table_of_connections_read_again_and_again(acceptor, monkeypatch):
     reads = []
-    read = socket_owner._read
-    monkeypatch.setattr(socket_owner, "_read", lambda *of: reads.append(1) or read(*of))
+    read = sockets._read
+    monkeypatch.setattr(sockets, "_read", lambda *of: reads.append(1) or read(*of))
     monkeypatch.setattr(acceptor_module, "_IDENTIFY_PAUSE", 1e9)
-    server, address = acceptor(are_own=socket_owner.are_same_user)
+    server, address = acceptor(are_own=sockets.are_same_user)
 
     def connect(number):
         clients = {}

@@ -10,11 +10,11 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError, PeerFailed
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.net import acceptor, user_socket
+from ring_plugins.core.net import acceptor, sockets
 from ring_plugins.core.net import listener as listener_module
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Purpose, authenticate
 from ring_plugins.core.net.listener import Listener
-from ring_plugins.core.net.user_socket import UNIX
+from ring_plugins.core.net.sockets import UNIX
 
 
 def _peer(rank, host, port):
@@ -269,7 +269,7 @@ def test_a_unix_socket_of_another_user_counts_for_nobody(monkeypatch):
         ours.open(
             0, [Member(rank, host="here", address=one.address) for rank, one in enumerate((ours, theirs))], "a secret"
         )
-        monkeypatch.setattr(user_socket, "is_same_unix_user", lambda connected: False)
+        monkeypatch.setattr(sockets, "is_same_unix_user", lambda connected: False)
         with pytest.raises(LaunchError, match="another user's process listens there"):
             ask(ours, 1, 3)
     finally:

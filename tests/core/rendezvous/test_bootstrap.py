@@ -12,7 +12,7 @@ import pytest
 from ring_plugins.core.base import progress_line
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import own_addresses
-from ring_plugins.core.net import acceptor, socket_owner
+from ring_plugins.core.net import acceptor, sockets
 from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.core.net.frames import FrameSocket, reach, to_json
@@ -319,7 +319,7 @@ def test_another_user_of_the_host_neither_joins_nor_serves_a_job_without_a_secre
 
 def test_without_a_secret_ranks_of_a_host_do_not_meet_if_the_kernel_does_not_tell_whose_they_are(monkeypatch):
     monkeypatch.setenv("RING_START_TIMEOUT", "20")
-    monkeypatch.setattr(socket_owner, "_TABLES", ("/proc/none",))
+    monkeypatch.setattr(sockets, "_TABLES", ("/proc/none",))
     for number, said in enumerate(meet(2, rank(1, 2))):
         assert said.startswith(f"rank {number} on {socket.gethostname()} cannot tell whether the process at the other")
         assert "/proc/none cannot be read (No such file or directory). Set RING_SECRET to the same random" in said

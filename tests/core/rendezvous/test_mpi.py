@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from ring_plugins.core.net.user_socket import connect_below
-from ring_plugins.core.rendezvous import mpi, mpi_arrivals
+from ring_plugins.core.net.sockets import connect_below
+from ring_plugins.core.rendezvous import mpi
 from ring_plugins.core.rendezvous.launchers import NONE
 from ring_plugins.core.rendezvous.record import LaunchRecord
 from tests.launch import run_ranks, start_ranks
@@ -149,10 +149,10 @@ def test_a_rank_that_is_late_is_named_while_mpi_waits_for_it(tmp_path):
 def test_ranks_that_hydra_has_started_find_their_job_by_its_proxy(tmp_path, monkeypatch):
     """Also a rank that is started through a shell. MPICH exports nothing that names a job."""
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
-    assert mpi_arrivals._job() == ""
+    assert mpi._job() == ""
     proxy = tmp_path / "hydra_pmi_proxy"
     proxy.symlink_to(shutil.which("sh"))
-    script = "from ring_plugins.core.rendezvous import mpi_arrivals; print(mpi_arrivals._job())"
+    script = "from ring_plugins.core.rendezvous import mpi; print(mpi._job())"
     ranks = '"$0" -c "$1"; sh -c \'"$0" -c "$1"; true\' "$0" "$1"; true'
     command = [str(proxy), "-c", ranks, sys.executable, script]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
@@ -161,12 +161,12 @@ def test_ranks_that_hydra_has_started_find_their_job_by_its_proxy(tmp_path, monk
 
 def test_nobody_can_take_the_place_of_a_ranks_mark_first(monkeypatch):
     monkeypatch.setenv("PMIX_NAMESPACE", f"job {os.urandom(8).hex()}")
-    name = mpi_arrivals._name(mpi_arrivals._job(), 1)
+    name = mpi._name(mpi._job(), 1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0{name}")
         stranger.listen()
         assert connect_below(name) is None
-        with mpi_arrivals.ShownArrivals(LaunchRecord(NONE, 1, 2, 1, 2)):
+        with mpi.ShownArrivals(LaunchRecord(NONE, 1, 2, 1, 2)):
             with connect_below(name):
                 pass
             user = os.geteuid()
@@ -175,13 +175,13 @@ def test_nobody_can_take_the_place_of_a_ranks_mark_first(monkeypatch):
 
 
 def test_the_text_about_ranks_on_several_hosts(monkeypatch):
-    monkeypatch.setattr(mpi_arrivals.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(mpi.socket, "gethostname", lambda: "node2")
     assert (
-        mpi_arrivals._text([0, 2], 8, 4)
+        mpi._text([0, 2], 8, 4)
         == "2 of the 4 ranks on node2 have come, waiting for local ranks 1, 3 and for other hosts to reach init()"
     )
     assert (
-        mpi_arrivals._text([0, 1], 4, 2)
+        mpi._text([0, 1], 4, 2)
         == "2 of the 2 ranks on node2 have come, waiting for the ranks of other hosts to reach init()"
     )
 

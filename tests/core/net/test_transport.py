@@ -10,7 +10,7 @@ import pytest
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.interfaces import Interface
-from ring_plugins.core.net import transport_choice
+from ring_plugins.core.net import transport
 from ring_plugins.core.net.network_choice import HostInterfaces
 
 
@@ -36,17 +36,17 @@ def decided(monkeypatch, kernels=("a", "b"), networks=(1, 1), requested=("", "")
         found = (Interface("eth0", f"10.{networks[rank]}.0.{rank + 1}", 16, 1000, False),)
         return HostInterfaces(rank, f"host{rank + 1}", found, "", wanted, kernels[rank])
 
-    monkeypatch.setattr(transport_choice, "own_interfaces", own_interfaces)
+    monkeypatch.setattr(transport, "own_interfaces", own_interfaces)
     group = ThreadGather(len(kernels))
 
-    def run(rank: int) -> transport_choice.TransportChoice:
+    def run(rank: int) -> transport.TransportChoice:
         threads[threading.get_ident()] = rank
-        return transport_choice.choose_transport(rank, lambda item: group.gather(rank, item))
+        return transport.choose_transport(rank, lambda item: group.gather(rank, item))
 
     threads: dict[int, int] = {}
     this_rank = lambda: threads[threading.get_ident()]  # noqa: E731
     monkeypatch.setattr(config.TRANSPORT, "get", lambda: requested[this_rank()])
-    monkeypatch.setattr(transport_choice, "rdma_device", lambda: devices[this_rank()])
+    monkeypatch.setattr(transport, "rdma_device", lambda: devices[this_rank()])
     with ThreadPoolExecutor(len(kernels)) as pool:
         first, *others = pool.map(run, range(len(kernels)))
     assert all(other == first for other in others)
@@ -90,7 +90,7 @@ def test_a_device_counts_when_it_is_connected(monkeypatch, tmp_path: Path, state
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text(state)
-    monkeypatch.setattr(transport_choice, "_DEVICES", tmp_path)
-    assert transport_choice.rdma_device() == found
+    monkeypatch.setattr(transport, "_DEVICES", tmp_path)
+    assert transport.rdma_device() == found
     (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
-    assert transport_choice.rdma_device() == (found or "cxi0")
+    assert transport.rdma_device() == (found or "cxi0")
