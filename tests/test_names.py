@@ -10,7 +10,7 @@ PACKAGE, TESTS = Path(ring.__file__).parent, Path(__file__).parent
 #: Modules that neighbors' tests test. Take out those that get a test of their name; put none in.
 TESTED_ELSEWHERE = """
 core/base/types.py core/collectives/butterfly.py core/members/join_descriptors.py core/members/members.py
-core/net/transport.py core/observe/observers.py core/rendezvous/mpi_arrivals.py horovod/keras/callbacks.py
+core/observe/observers.py horovod/keras/callbacks.py
 horovod/tensorflow/collectives.py horovod/tensorflow/keras.py keras/backends/jax.py keras/backends/tensorflow.py
 keras/backends/tensorflow_xla.py keras/backends/torch.py keras/batch_norm.py keras/joining.py keras/slices.py
 keras/state.py keras/synchronized_fit.py keras/training_state.py

@@ -17,8 +17,7 @@ from packaging.requirements import Requirement
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
-from ring_plugins.core.base.install import pip_command
-from ring_plugins.core.base.own_python import own_python
+from ring_plugins.core.base.install import own_python, pip_command
 from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.launcher import mpirun
 

@@ -14,7 +14,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.member import Topology, find_topology
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.linux.shared_memory import Segment
-from ring_plugins.core.rendezvous.slots import Slots
+from ring_plugins.core.rendezvous.slots import STARTED, Slots, State
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous, child_environment
 from ring_plugins.launcher.coordinator_link import HostJob
 
@@ -120,8 +120,9 @@ class Meeting:
         """Whether others wait for an ended process to have "reached" or "completed" init(); "" if nobody waits."""
         slots = self.slots
         if self._rendezvous is None:
-            is_awaited = was_killed or any(map(slots.is_starting, range(slots.number)))
-            has_come, is_awaited = slots.is_starting(local), is_awaited and not slots.has_started(local)
+            states = [slots.state(slot) for slot in range(slots.number)]
+            has_come = states[local] == State.STARTING
+            is_awaited = (was_killed or State.STARTING in states) and states[local] not in STARTED
         elif local >= self._job.size:
             return ""
         else:

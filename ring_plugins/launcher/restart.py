@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.linux.process import STOPPED, ending, is_failure, memory_kills, silent_end, state
-from ring_plugins.core.rendezvous.slots import Slots
+from ring_plugins.core.rendezvous.slots import Slots, State
 from ring_plugins.launcher.job_hosts import FAILED, End
 from ring_plugins.launcher.processes import Popen
 
@@ -164,11 +164,11 @@ class SlotProcesses:
         rows, code = self._rows, slot.code
         if self._is_new(number) and not self._has_joined(number):
             return "late"
-        if rows.has_left(number):
+        if rows.state(number) == State.LEFT:
             return "left"
-        if rows.is_excluded(number):
+        if rows.state(number) == State.EXCLUDED:
             return "excluded"
-        if code == 0 and rows.is_lost(number):  # `os._exit(0)`
+        if code == 0 and rows.state(number) == State.LOST:  # `os._exit(0)`
             return "lost"
         if not code or (self._recovers and not is_failure(code)):
             return ""
@@ -267,9 +267,9 @@ class SlotProcesses:
         if slot.is_given_up:
             return False
         if self._has_joined(number):
-            return code != 0 or rows.has_left(number) or rows.is_lost(number)
+            return code != 0 or rows.state(number) in (State.LEFT, State.LOST)
         # One that has waited to join and ends with 0 has found that the job is over.
-        if not self._is_new(number) or (code == 0 and rows.is_waiting(number)):
+        if not self._is_new(number) or (code == 0 and rows.state(number) == State.WAITING):
             return False
         if code <= 0:  # else it has printed an error
             how = silent_end(code) if code else f"ended with {ending(code)}"

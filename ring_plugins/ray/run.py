@@ -20,8 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, MissingDependency
-from ring_plugins.core.base.install import pip_command
-from ring_plugins.core.base.own_python import search_path
+from ring_plugins.core.base.install import pip_command, search_path
 from ring_plugins.core.base.progress_line import ProgressLine
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.members.policy import FailurePolicy

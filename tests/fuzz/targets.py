@@ -433,7 +433,7 @@ class SlotRows(Target):
         places, self._segment = slots.Slots(rows), Segment.create(8)
         places.take(Member(0, 0, liveness=self._segment.address), as_member=True)
         places.take(Member(7, 1, liveness=self._segment.address), as_member=False)
-        slots.OwnSlot(rows, 2).leave()
+        slots.OwnSlot(rows, 2).note(slots.State.LEFT)
         return [rows[: 3 * 64].tobytes()]
 
     def run(self, data: bytes, rng: random.Random) -> None:

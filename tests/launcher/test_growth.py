@@ -124,9 +124,9 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
     user, stranger = os.geteuid(), socket.socket(socket.AF_UNIX)
     stranger.bind(f"\0ring_plugins/run/{user + 1}/{os.getpid()}/0123456789abcdef")  # in which another user's would be
     stranger.listen()
-    sockets = [stranger]
+    listed = [stranger]
     for number in range(100):  # those of jobs that never accept
-        sockets += [full := socket.socket(socket.AF_UNIX), waiting := socket.socket(socket.AF_UNIX)]
+        listed += [full := socket.socket(socket.AF_UNIX), waiting := socket.socket(socket.AF_UNIX)]
         full.bind(f"\0ring_plugins/run/{user}/{10**6 + number}/0123456789abcdef")
         full.listen(0)
         waiting.connect(full.getsockname())
@@ -143,7 +143,7 @@ def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(
     with pytest.raises(ArgumentError, match=f"--job {os.getpid()} is not the process id of a `ring run"):
         request_ranks(3, os.getpid())
     assert running_jobs() == {}
-    for one in sockets:
+    for one in listed:
         one.close()
     monkeypatch.undo()
     assert asked == [2]

@@ -3,7 +3,7 @@
 import pytest
 
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.rendezvous.slots import OwnSlot
+from ring_plugins.core.rendezvous.slots import OwnSlot, State
 from ring_plugins.core.rendezvous.spawn import SharedMemoryRendezvous
 from ring_plugins.launcher.coordinator_link import HostJob
 from ring_plugins.launcher.meeting import Meeting, place_ranks
@@ -46,7 +46,7 @@ def test_a_rank_of_several_hosts_is_awaited_once_another_waits_or_if_it_was_kill
     slots = at_an_address.slots
     assert at_an_address.is_awaited(1, was_killed=False) == ""
     assert at_an_address.is_awaited(1, was_killed=True) == "reached"
-    OwnSlot(slots.memory, 0).start()
+    OwnSlot(slots.memory, 0).note(State.STARTING)
     assert at_an_address.is_awaited(1, was_killed=False) == "reached"
     assert at_an_address.is_awaited(0, was_killed=False) == "completed"
     slots.take(Member(3, 1, liveness=(1, 2, 3)), as_member=True)

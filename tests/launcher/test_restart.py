@@ -8,7 +8,7 @@ import pytest
 
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, Slots
+from ring_plugins.core.rendezvous.slots import FOLLOWED, HOPELESS, OwnSlot, Slots, State
 from ring_plugins.launcher import restart
 from ring_plugins.launcher.job_hosts import FAILED, OUT
 from ring_plugins.launcher.processes import Processes
@@ -301,7 +301,7 @@ def test_a_process_that_cannot_be_started_counts_as_one_that_has_ended(job):
 
 def test_one_that_leaves_is_replaced_and_no_one_if_nobody_has_the_state(job):
     _, living = job.begin("sys.exit(0)", RUNS)
-    OwnSlot(job.rows.memory, 0).leave()
+    OwnSlot(job.rows.memory, 0).note(State.LEFT)
     job.next = KILLED
     job.tick()
     assert job.started == [(0, 4)]

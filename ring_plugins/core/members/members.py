@@ -42,7 +42,7 @@ from ring_plugins.core.members.preemption_notice import TERMINATED, PreemptionNo
 from ring_plugins.core.net.listener import Listener
 from ring_plugins.core.observe.leader_failover import LeaderFailover
 from ring_plugins.core.observe.observers import Observers
-from ring_plugins.core.rendezvous.slots import OwnSlot
+from ring_plugins.core.rendezvous.slots import OwnSlot, State
 
 
 class Job(Protocol):
@@ -122,7 +122,7 @@ class Elastic:
         # `ring run -H` may have started all ranks on one other host, and others may join on further ones.
         has_supervisor = self._policy.replaces and self.slot is not None and self.slot.has_supervisor
         confirms = self._members.topology.num_nodes > 1 or has_supervisor
-        on_left_out = self.slot.note_excluded if self.slot is not None else lambda: None
+        on_left_out = partial(self.slot.note, State.EXCLUDED) if self.slot is not None else lambda: None
         least = self._policy.min_ranks
         assert self._job.channel is not None
         admits = self._policy.replaces
@@ -159,7 +159,7 @@ class Elastic:
             if self._peers is not None:
                 self._peers.own.leave()
             if self.slot is not None:
-                self.slot.leave()
+                self.slot.note(State.LEFT)
             self._job.exit_from_job(0)
         if gone is None or not (gone or wait):  # None: this rank finds it in its next operation, as others do
             return

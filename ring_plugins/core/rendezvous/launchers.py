@@ -24,7 +24,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.rendezvous import mpi, record, slurm, spawn, tcp
 from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Loss, Rendezvous, integer, read
-from ring_plugins.core.rendezvous.slots import own_slot
+from ring_plugins.core.rendezvous.slots import State, own_slot
 
 _Find = Callable[[Launcher], LaunchRecord | None]
 
@@ -206,7 +206,7 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     _check_that_this_is_the_rank(record)
     slot = own_slot()
     if slot is not None and not config.JOINS.is_set():
-        slot.start()
+        slot.note(State.STARTING)
     if slot is not None and config.JOINS.is_set() and launcher.uses_master:
         found = tcp.wait_outside(record, slot.read_join_info(), config.JOINS.get())
     else:

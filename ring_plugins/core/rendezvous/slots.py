@@ -18,7 +18,7 @@ reads there how far each process is, and how the end of one is meant.
 - **Standbys** are processes that `ring run` has started before a slot is free. They wait in `init` until they get one.
   Behind the rows are two integers for each: whether it waits, and the slot that it has got.
 
-`Slots` has 36 methods, nearly all of one line: each names a state of a row, so that no other file knows its layout.
+`Slots` has more methods than other classes, nearly all of one line: no other file knows the layout of a row.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,6 @@ from ring_plugins.core.linux.shared_memory import Segment, publish
 _ROW, _STANDBYS = 64, 16 * MOST_MEMBERS
 #: The integers of a row. The address is that of the process's liveness segment.
 _STATE, _WORLD_RANK, _PID, _FILE, _NBYTES, _HAD_MEMBER, _HAS_TOLD = range(7)
-#: States: nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told;
-#: one that waits in `init` for the others; a member without which the others go on, as they could not reach it; one
-#: whose process has ended before the job has, as the others found.
-_EMPTY, _MEMBER, _WAITING, _LEFT, _STARTING, _EXCLUDED, _LOST = range(7)
 #: How the process of a slot said that it ends: it has told the others, or is ended by the failure of one of them; or
 #: another in its place would end in the same way, instead of joining.
 TOLD, FOLLOWED, HOPELESS = 1, 2, 3
@@ -56,6 +53,21 @@ TOLD, FOLLOWED, HOPELESS = 1, 2, 3
 _HAS_COME, _GIVEN = range(2)
 #: Bytes of a JSON value, and seconds for which one that is being written may be incomplete.
 _JSON, _WRITES = 256 * 1024, 2.0
+
+
+class State(IntEnum):
+    """How far the process of a slot is, or was when it ended.
+
+    Nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told; one
+    that waits in `init` for the others; a member without which the others go on, as they could not reach it; one whose
+    process has ended before the job has, as the others found: even its exit status 0 is no normal end then.
+    """
+
+    EMPTY, MEMBER, WAITING, LEFT, STARTING, EXCLUDED, LOST = range(7)
+
+
+#: Of a process that takes part in the job, or did.
+STARTED = (State.MEMBER, State.LEFT, State.EXCLUDED, State.LOST)
 
 
 def is_there(owner: Member) -> bool:
@@ -172,20 +184,20 @@ class Slots:
 
     def clear(self, slot: int) -> None:
         """Free a slot whose process has ended."""
-        self._rows[slot, _STATE] = _EMPTY
+        self._rows[slot, _STATE] = State.EMPTY
         self._rows[slot, _HAS_TOLD] = 0
 
     def take(self, owner: Member, as_member: bool) -> None:
         """Say that this process has a slot, and whether it takes part already or waits for that."""
         row = self._rows[owner.slot]
-        row[_STATE] = _EMPTY
+        row[_STATE] = State.EMPTY
         publish()
         row[_WORLD_RANK] = owner.rank
         row[_PID : _NBYTES + 1] = owner.liveness or (0, 0, 0)
         row[_HAD_MEMBER] |= as_member
         row[_HAS_TOLD] = 0
         publish()
-        row[_STATE] = _MEMBER if as_member else _WAITING
+        row[_STATE] = State.MEMBER if as_member else State.WAITING
 
     def end_all(self) -> None:
         """Say that all processes are told to end, before they get SIGTERM."""
@@ -196,28 +208,20 @@ class Slots:
         """Whether all are told to end, rather than one to leave."""
         return bool(self._standbys[0, _HAS_COME])
 
-    def is_taken(self, slot: int) -> bool:
-        """Whether a process has said that this slot is its own."""
-        return bool(self._rows[slot, _STATE] != _EMPTY)
-
-    def has_left(self, slot: int) -> bool:
-        """Whether the process of a slot has said so."""
-        return bool(self._rows[slot, _STATE] == _LEFT)
+    def state(self, slot: int) -> int:
+        """How far the process of a slot is: a `State`, unless something else has written there."""
+        return int(self._rows[slot, _STATE])
 
     def has_joined(self, slot: int, world_rank: int) -> bool:
         """Whether this process takes part in the job, or did."""
         row = self._rows[slot]
-        return bool(row[_STATE] in (_MEMBER, _LEFT, _LOST) and row[_WORLD_RANK] == world_rank)
+        return bool(row[_STATE] in (State.MEMBER, State.LEFT, State.LOST) and row[_WORLD_RANK] == world_rank)
 
     def note_lost(self, world_rank: int) -> None:
         """Say that the process of a member has ended, and the others go on without it; several may say so."""
         for row in self._rows:
-            if row[_STATE] == _MEMBER and row[_WORLD_RANK] == world_rank:
-                row[_STATE] = _LOST
-
-    def is_lost(self, slot: int) -> bool:
-        """Whether the others go on without the process of a slot: even its exit status 0 is no normal end then."""
-        return bool(self._rows[slot, _STATE] == _LOST)
+            if row[_STATE] == State.MEMBER and row[_WORLD_RANK] == world_rank:
+                row[_STATE] = State.LOST
 
     def has_followed(self, slot: int) -> bool:
         """Whether the process of a slot said that another's failure ended it."""
@@ -229,35 +233,19 @@ class Slots:
 
     def died_silently(self, slot: int) -> bool:
         """Whether the process of a slot, which has ended, was a member and did not tell the others that it ends."""
-        return bool(self._rows[slot, _STATE] in (_MEMBER, _LOST) and not self._rows[slot, _HAS_TOLD])
-
-    def is_starting(self, slot: int) -> bool:
-        """Whether the process of a slot has called `init`, and waits there."""
-        return bool(self._rows[slot, _STATE] == _STARTING)
-
-    def has_started(self, slot: int) -> bool:
-        """Whether it takes part, or did."""
-        return bool(self._rows[slot, _STATE] in (_MEMBER, _LEFT, _EXCLUDED, _LOST))
-
-    def is_excluded(self, slot: int) -> bool:
-        """Whether it ends because others go on without it."""
-        return bool(self._rows[slot, _STATE] == _EXCLUDED)
-
-    def is_waiting(self, slot: int) -> bool:
-        """Whether the process of a slot waits to join, or waited when it ended."""
-        return bool(self._rows[slot, _STATE] == _WAITING)
+        return bool(self._rows[slot, _STATE] in (State.MEMBER, State.LOST) and not self._rows[slot, _HAS_TOLD])
 
     def has_waiting(self) -> bool:
         """Whether a process waits to join, here or on a host without members. Cheap (1 µs)."""
-        return bool((self._rows[:, _STATE] == _WAITING).any() or self._used[1])
+        return bool((self._rows[:, _STATE] == State.WAITING).any() or self._used[1])
 
     def waiting(self) -> list[Member]:
         """Pending joiners of this host; their slots are numbers of rows."""
-        return self._in_state(_WAITING)
+        return self._in_state(State.WAITING)
 
     def members(self) -> list[Member]:
         """Members of this host that are alive; their slots are numbers of rows."""
-        return self._in_state(_MEMBER)
+        return self._in_state(State.MEMBER)
 
     # Standbys -----------------------------------------------------------------------------------------
 
@@ -319,9 +307,9 @@ class OwnSlot(Slots):
                 f"({error}): the variable was copied from a rank of a job into another environment; unset it."
             ) from error
 
-    def start(self) -> None:
-        """Say that this process waits in `init` for the others."""
-        self._own[_STATE] = _STARTING
+    def note(self, state: State) -> None:
+        """Say how far it is, if that is not `take_part` or `wait_to_join`."""
+        self._own[_STATE] = state
 
     def take_part(self, own: Member) -> None:
         """Say that it is a member of the job."""
@@ -330,14 +318,6 @@ class OwnSlot(Slots):
     def wait_to_join(self, own: Member) -> None:
         """Say that it waits to become one."""
         self.take(own._replace(slot=self._slot), as_member=False)
-
-    def leave(self) -> None:
-        """Say that it leaves the job before its end, as it was told to."""
-        self._own[_STATE] = _LEFT
-
-    def note_excluded(self) -> None:
-        """Say that it ends because others go on without it."""
-        self._own[_STATE] = _EXCLUDED
 
     def note_end(self, how: int = TOLD) -> None:
         """Say how this process ends, `TOLD`, `FOLLOWED` or `HOPELESS`; the first that is more than `TOLD` counts."""

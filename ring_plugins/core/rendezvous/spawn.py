@@ -46,7 +46,7 @@ from ring_plugins.core.linux.shared_memory import Segment, publish
 from ring_plugins.core.rendezvous import record
 from ring_plugins.core.rendezvous.claim import check_is_original_script
 from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Rendezvous
-from ring_plugins.core.rendezvous.slots import OwnSlot, Slots
+from ring_plugins.core.rendezvous.slots import OwnSlot, Slots, State
 
 #: Bytes of a cell: two int64 words (round, length) and a payload.
 _CELL = 8192
@@ -255,7 +255,7 @@ def _join() -> SharedMemoryRendezvous:
     if rank == _STANDBY:
         has_arrived = found.slots.has_come(config.JOINS.get())
     elif config.JOINS.is_set():
-        has_arrived = found.slots.is_taken(rank)
+        has_arrived = found.slots.state(rank) != State.EMPTY
     else:
         has_arrived = found.has_arrived(rank)
     if (os.getppid() != parent) if parent else has_arrived:
