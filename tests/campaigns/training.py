@@ -66,8 +66,10 @@ def die_in_healing(when: str) -> None:
         Mesh.agree = lambda *_: die()  # type: ignore[method-assign, assignment, return-value]
     elif when == "over":
 
-        def follow_and_die(elastic: Elastic, lost: Sequence[int] = (), **others: Sequence[int]) -> None:
-            follow(elastic, lost, **others)
+        def follow_and_die(
+            elastic: Elastic, began: float, lost: Sequence[int] = (), *others: Any, **joined: Any
+        ) -> None:
+            follow(elastic, began, lost, *others, **joined)
             if lost:
                 die()
 
