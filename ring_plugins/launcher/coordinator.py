@@ -223,13 +223,15 @@ class Coordinator:
 
     def _why_missing(self, host: Host) -> str:
         """Why a supervisor will not connect or begin; "" while it still may."""
+        if host.is_lost:
+            return f"{host.name}: the supervisor ended before its ranks started; its output above says why."
+        if host.here is not None:
+            return ""
         if host.login is not None and (code := host.login.poll()) is not None:
             how = silent_end(code) if code < 0 else f"ended with status {code}"
             what = "the supervisor" if is_this_host(host.name) else "the login"
             return f"{host.name}: {what} {how} before its ranks started; its output above says why."
-        if host.is_lost:
-            return f"{host.name}: the supervisor ended before its ranks started; its output above says why."
-        if host.here is None and time.monotonic() - host.since > config.START_TIMEOUT.get():
+        if time.monotonic() - host.since > config.START_TIMEOUT.get():
             limit = config.START_TIMEOUT
             return f"{host.name} did not come within {limit.get():g} s. Set {limit.name} to wait longer."
         return ""

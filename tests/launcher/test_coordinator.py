@@ -145,7 +145,7 @@ def test_a_job_does_not_begin_without_a_supervisor(monkeypatch, lost):
         threading.Event().wait(0.01)
         status, why = of.finish()
     expected = {
-        "login": "host1: the login ended with status 255 before its ranks started; its output above says why.",
+        "login": "me@host2: the login ended with status 255 before its ranks started; its output above says why.",
         "supervisor": "me@host2: the supervisor ended before its ranks started; its output above says why.",
         "time": "me@host2 did not come within 0.001 s. Set RING_START_TIMEOUT to wait longer.",
     }
