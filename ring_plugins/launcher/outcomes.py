@@ -187,16 +187,22 @@ def pack_call(
     return json.dumps(list(path)).encode() + b"\n" + packed
 
 
+def unpack_call(packed: bytes) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """The function and the arguments that `pack_call` got, from where this process now searches for modules, too."""
+    path, _, pickled = packed.partition(b"\n")
+    if found := json.loads(path):
+        take_search_path(found)
+    function, args, kwargs = pickle.loads(pickled)
+    return function, args, kwargs
+
+
 def call(packed: bytes, rank: int) -> Outcome:
     """Run a packed call as a rank, and leave the job.
 
     The other ranks learn of a failure at once, so that they stop waiting.
     """
-    path, _, pickled = packed.partition(b"\n")
-    if found := json.loads(path):
-        take_search_path(found)
     try:
-        function, args, kwargs = pickle.loads(pickled)
+        function, args, kwargs = unpack_call(packed)
     except BaseException as error:  # modules may end, or do anything, while they are imported
         failure = _failure(error)
         return Outcome(rank, failure=replace(failure, summary=_NOT_LOADED.format(why=failure.summary)))

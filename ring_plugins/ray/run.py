@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -37,6 +36,7 @@ from ring_plugins.launcher.outcomes import (
     pack_call,
     results,
     search_path_of_user,
+    unpack_call,
 )
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def _call_on_own_gpus(packed: bytes, gpus: float) -> Any:
     """Run a packed call in a rank that has so many of this host's GPUs, and shall see no others."""
     devices, local = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), int(os.environ["LOCAL_RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(local * gpus) :][: math.ceil(gpus)])
-    function, args, kwargs = pickle.loads(packed.partition(b"\n")[2])
+    function, args, kwargs = unpack_call(packed)
     return function(*args, **kwargs)
 
 
