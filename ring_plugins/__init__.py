@@ -6,7 +6,7 @@
 
 import warnings
 
-from ring_plugins import averaging_check, frameworks
+from ring_plugins import frameworks
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import (
@@ -47,6 +47,7 @@ from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
 from ring_plugins.launcher.outcomes import RankResults
+from ring_plugins.observe import averaging_check
 from ring_plugins.other_names import no_attribute
 
 frameworks.register()

@@ -86,12 +86,6 @@ class _Releasing:
         return self._reduce()
 
 
-def close(reduction: Callable[[], object]) -> None:
-    """Release the memory that a backend's reduction holds."""
-    if isinstance(reduction, _Releasing):
-        reduction.close()
-
-
 HOST: dict[str, Backend] = {
     "ring": ordinary,
     "ring bucket": bucket,
@@ -330,6 +324,7 @@ def all_reduce_curve(
         repetitions = int(min(_MOST_REPETITIONS, max(5, seconds / repetition)))
         found[size] = interleaved(reductions, repetitions, calls, warm_up=1)
         for reduction in reductions.values():
-            close(reduction)
+            if isinstance(reduction, _Releasing):
+                reduction.close()
         report(size, found[size])
     return Curve(ring.size(), ring.num_nodes(), found)

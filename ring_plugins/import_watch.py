@@ -34,19 +34,16 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         finally:
             self._watched.add(fullname)  # the caller may only be asking whether the package is installed
         if spec is not None and spec.loader is not None:
-            self._call_after(spec.loader, fullname)
+            loader: Any = spec.loader  # every module has a loader of its own
+            execute = loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._watched.discard(fullname)
+                self._function(fullname)
+
+            loader.exec_module = execute_and_call
         return spec
-
-    def _call_after(self, loader: Any, fullname: str) -> None:
-        """Call the function after `loader` has executed its module; every module has a loader of its own."""
-        execute = loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            self._watched.discard(fullname)
-            self._function(fullname)
-
-        loader.exec_module = execute_and_call
 
 
 def has_finished(name: str) -> bool:

@@ -91,6 +91,7 @@ def plan(
     predictions = [predict(what, between, n, per_host, sizes, overlap=overlap) for n in counts(ranks)]
     needed = {n: needed_gigabits(what, between, n, per_host, target, sizes, overlap) for n in counts(ranks)}
     if json:
+        finite = {count: None if math.isinf(rate) else rate for count, rate in needed.items()}  # JSON has no infinity
         record = {
             "model": what.name,
             "source": what.source,
@@ -98,7 +99,7 @@ def plan(
             "per_host": per_host,
             "target": target,
             "predictions": [
-                {**asdict(one), "efficiency": one.efficiency, "needed_gigabits": _finite(needed[one.ranks])}
+                {**asdict(one), "efficiency": one.efficiency, "needed_gigabits": finite[one.ranks]}
                 for one in predictions
             ],
         }
@@ -113,10 +114,6 @@ def plan(
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
 
 
 def _print(

@@ -86,7 +86,10 @@ class BalanceMonitor:
         breakdown = total - self._began
         observers = current_observers()
         if self._summary and breakdown.steps and observers is not None:
-            _print(breakdown, observers.members)
+            from rich.console import Console
+
+            console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100)
+            console.print(page(breakdown, observers.members))
         return breakdown
 
     @staticmethod
@@ -116,12 +119,6 @@ class BalanceMonitor:
     def _total() -> StepBreakdown | None:
         observers = current_observers()
         return observers.all_steps.total if observers is not None and observers.all_steps is not None else None
-
-
-def _print(breakdown: StepBreakdown, members: Members) -> None:
-    from rich.console import Console
-
-    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(page(breakdown, members))
 
 
 def page(breakdown: StepBreakdown, members: Members) -> Group:

@@ -261,7 +261,8 @@ def _measure_torch(model: nn.Module, batch: Any, loss: Any, optimizer: Any, step
         for (name, p), at in zip(named, ready, strict=True)
     )
     where = f"measured, {steps} steps on {named[0][1].device}"
-    return Profile(type(model).__name__, _batch_size(batch), forward, backward, update, found, where)
+    samples = next((tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim), 1)
+    return Profile(type(model).__name__, samples, forward, backward, update, found, where)
 
 
 def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -288,11 +289,6 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         squares: torch.Tensor = model(batch).square().mean()
         return squares
     raise ArgumentError(f"batch={type(batch).__name__} has no default loss; pass loss=function.")
-
-
-def _batch_size(batch: Any) -> int:
-    """The first dimension of the first tensor."""
-    return next((tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim), 1)
 
 
 def _tensors(batch: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ring_plugins.averaging_check import expect_averaging
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
@@ -17,6 +16,7 @@ from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.functions import all_or_none, broadcast
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
+from ring_plugins.observe.averaging_check import expect_averaging
 from ring_plugins.torch import device
 from ring_plugins.torch.device import index_of, is_on_gpu, known_bytes, streams
 from ring_plugins.torch.sharded_optimizer import is_sharded

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ring_plugins import averaging_check
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.observe import averaging_check
 from tests.launch import run_ranks
 
 
@@ -50,7 +50,7 @@ def watched(monkeypatch):
     yield watch
     for handle in averaging_check._handles:
         handle.remove()
-    averaging_check.atexit.unregister(averaging_check._say_at_end)
+    averaging_check.atexit.unregister(averaging_check._Watch.at_end)
 
 
 def steps(count, job=None):

@@ -100,8 +100,8 @@ def expect_averaging(starts_equal: bool = False) -> None:
     watch = _Watch(current(), starts_equal)
     _handles[:] = [register_optimizer_step_post_hook(watch.after_step)]
     argument_observers[:] = [watch.count]
-    atexit.unregister(_say_at_end)
-    atexit.register(_say_at_end, watch)
+    atexit.unregister(_Watch.at_end)
+    atexit.register(_Watch.at_end, watch)
 
 
 class UnusedWatch:
@@ -233,10 +233,6 @@ class _Watch:
                 "the optimizer in ring_plugins.torch.DistributedOptimizer. If each rank is to train a model of its "
                 f"own, set {config.WEIGHT_CHECK.name}=0."
             )
-
-
-def _say_at_end(watch: _Watch) -> None:
-    watch.at_end()
 
 
 def _elements(value: Any) -> int:
