@@ -116,7 +116,10 @@ def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
     mpi_microseconds = _mpi_microseconds(pair) if current().launcher.uses_mpi else None
     before = _traffic()
     rates = tuple(8e-9 * _LARGE / _transfer_seconds(pair, large, root) for root in (0, 1))
-    used = pair.all_gather_object(_busiest(before, _traffic()))
+    moved = {name: total - before.get(name, 0) for name, total in _traffic().items() if name != "lo"}
+    busiest = max(moved, key=lambda name: moved[name], default="")
+    # No counter has grown by one message where RDMA moves the bytes.
+    used = pair.all_gather_object(busiest if moved.get(busiest, 0) > _LARGE else "")
     tcp_gigabits = {}
     for name, address in _common_networks(one, other):
         rate = _tcp_gigabits(pair, address)
@@ -174,13 +177,6 @@ def _transfer_seconds(pair: Communicator, memory: Any, root: int) -> float:
 def _traffic() -> dict[str, int]:
     """Interface -> bytes that it has sent and received."""
     return {name: c.bytes_sent + c.bytes_recv for name, c in psutil.net_io_counters(pernic=True).items()}
-
-
-def _busiest(before: dict[str, int], after: dict[str, int]) -> str:
-    """The interface whose counters grew most; "" if they grew by less than one message, as with RDMA."""
-    moved = {name: after[name] - before.get(name, 0) for name in after if name != "lo"}
-    name = max(moved, key=lambda one: moved[one], default="")
-    return name if name and moved[name] > _LARGE else ""
 
 
 def _common_networks(one: Facts, other: Facts) -> list[tuple[str, str]]:
