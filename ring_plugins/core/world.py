@@ -81,7 +81,9 @@ def init(
     set_rank(rendezvous.rank)
     world.export_place()
     if rendezvous.rank == 0 and _generation == 1:
-        _warn_of_misspelled_variables()
+        for name, meant in config.unknown(likeness=0.8).items():
+            if meant:  # others may belong to another program
+                logger.warning(f"{name} is set, but ring_plugins does not read it. Did you mean {meant}?")
         for text in policy.idle_variables():
             logger.warning(text)
     thread_count.share_among(*world.members.cores)
@@ -98,13 +100,6 @@ _on_joined: list[Callable[[], object]] = []
 def on_joined(function: Callable[[], object]) -> None:
     """Have `init` call a function whenever this process has joined a job, for checks that name frameworks."""
     _on_joined.append(function)
-
-
-def _warn_of_misspelled_variables() -> None:
-    """Name the RING_* variables that look like a misspelled one of ours; others may belong to another program."""
-    for name, meant in config.unknown(likeness=0.8).items():
-        if meant:
-            logger.warning(f"{name} is set, but ring_plugins does not read it. Did you mean {meant}?")
 
 
 def shutdown() -> None:

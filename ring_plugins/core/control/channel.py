@@ -234,7 +234,7 @@ class Channel:
 
     def _run(self) -> None:
         if self._connect is not None:
-            frames = self._connect(self._is_closed)
+            frames = self._connect(lambda: 0 < self._closing_since < time.monotonic() - _LAST_CHANCE)
             with self.peers.lock:
                 self.add(0, frames) if frames is not None else self._queued.clear()
         due = 0.0
@@ -244,9 +244,6 @@ class Channel:
             for rank in self.peers:
                 self.peers.send(rank, to_json(GOODBYE))
         self.peers.close(_LINGER)
-
-    def _is_closed(self) -> bool:
-        return bool(self._closing_since) and time.monotonic() > self._closing_since + _LAST_CHANCE
 
     def turn(self, seconds: float) -> float:
         """Move what can be moved, after waiting at most `seconds` for it; returns the seconds until the next turn."""

@@ -104,7 +104,7 @@ class MeshAdmission:
             return connected is not None
 
         self._wait.until(is_connected, lambda: [self._joiner], lambda: _WHAT)
-        self._tell_joiner(CALL, body)
+        self._mesh.tell(self._joiner, {"view": self._view, "round": CALL, "payload": body})
         facts = self._mesh.members.facts
         if self._joiner in facts.silent and self._joiner not in facts.dead:
             self._mesh.tell(EVERYONE, {"view": self._view, "problem": _LOST})
@@ -141,9 +141,6 @@ class MeshAdmission:
         """Abort the join."""
         listener.close_tag(MESH_TAG)
         self._mesh.hang_up(self._joiner)
-
-    def _tell_joiner(self, number: int, payload: Mapping[str, Any]) -> None:
-        self._mesh.tell(self._joiner, {"view": self._view, "round": number, "payload": payload})
 
     @property
     def _patience(self) -> float:
@@ -219,8 +216,9 @@ class Candidate:
         def have_told() -> bool:
             self._look()
             left = missing()
-            if self._decisions.get(view) is None and number != READY and not self._are_connected(view, members):
-                raise NotAdmitted("")
+            called = [rank for rank in self._rounds.of(view, CALL) if rank in members]
+            if view not in self._decisions and number != READY and any(self._called_for.get(r) != view for r in called):
+                raise NotAdmitted("")  # one that has called has hung up
             self._check(view)
             # What a member has told may be lost with the network between it and this process. But all were ready, or
             # the others would not have let this process join.
@@ -258,10 +256,6 @@ class Candidate:
 
     def _wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         Wait("admission", None).until(ready, missing, lambda: _WHAT)
-
-    def _are_connected(self, view: int, members: Sequence[int]) -> bool:
-        """Whether all members that have called are still connected."""
-        return all(self._called_for.get(rank) == view for rank in self._rounds.of(view, CALL) if rank in members)
 
     def _check(self, view: int) -> None:
         decision = self._decisions.get(view)

@@ -111,7 +111,11 @@ class Acceptor:
 
         Call it about once a second even when nothing happens: it drops connections that took too long.
         """
-        self._resume()
+        if self._resume_at and time.monotonic() >= self._resume_at:
+            self._resume_at = 0.0
+            for listener in self._listeners:
+                with contextlib.suppress(KeyError):  # added meanwhile
+                    self._selector.register(listener, selectors.EVENT_READ)
         for key, _ in self._selector.select(self._bounded(seconds)):
             ready = cast("socket.socket", key.fileobj)
             if key.data is None:
@@ -233,39 +237,3 @@ class Acceptor:
                 f"process {os.getpid()} cannot accept connections of its job: {error.strerror}. It goes on as soon as "
                 "files are closed; raise the limit (ulimit -n)."
             )
-
-    def _resume(self) -> None:
-        if self._resume_at and time.monotonic() >= self._resume_at:
-            self._resume_at = 0.0
-            for listener in self._listeners:
-                with contextlib.suppress(KeyError):  # added meanwhile
-                    self._selector.register(listener, selectors.EVENT_READ)
-
-
-def accept_one(
-    listener: socket.socket, secret: bytes, purpose: Purpose, rank: int, seconds: float
-) -> socket.socket | None:
-    """The connection of the one client that is expected, None if it does not come. Closes the listening socket.
-
-    Args:
-        listener: a listening socket.
-        secret, purpose: as for `ClientHandshake`.
-        rank: that the client proves to be.
-        seconds: to wait.
-
-    Returns:
-        The connection, which does not block.
-    """
-    acceptor = Acceptor(secret, purpose, lambda claim: claim.rank == rank)
-    try:
-        acceptor.add(listener)
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            found = acceptor.poll(min(left, 1.0))
-            for other in found[1:]:  # the same rank, which has connected again
-                other.socket.close()
-            if found:
-                return found[0].socket
-        return None
-    finally:
-        acceptor.close()

@@ -84,7 +84,7 @@ atexit.register(finalize)
 
 def _limit_finalize() -> None:
     """Limit the time MPI takes to finalize: it may wait for ever for transfers that an error left unfinished."""
-    if MpiRequest.some_were_dropped or any(request.is_unfinished() for request in MpiRequest.under_way):
+    if MpiRequest.some_were_dropped or any(request.missing() for request in MpiRequest.under_way):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_FINALIZE)
 
@@ -167,10 +167,6 @@ class MpiRequest:
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def is_unfinished(self) -> bool:
-        """Whether transfers were unfinished at the last call of `done`."""
-        return bool(self._requests)
-
     def _fail(self, peer: int, error: Exception) -> PeerFailed:
         self._failure = PeerFailed(
             f"MPI communication of rank {self._transport.rank} with rank {peer} failed ({error}). The rank or its "
@@ -199,11 +195,6 @@ class MpiTransport:
         # A script that initialized MPI without full thread support gets our calls one at a time.
         concurrent = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
         self.exclusive: Any = contextlib.nullcontext() if concurrent else threading.Lock()
-
-    def library_version(self) -> str:
-        """The MPI library that mpi4py uses, by the name that it reports."""
-        version: str = self.mpi.Get_library_version().splitlines()[0].strip()
-        return version
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Every rank's picklable item in rank order."""

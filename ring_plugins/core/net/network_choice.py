@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base import config
 from ring_plugins.core.base.arguments import read_each, read_port, read_record
 from ring_plugins.core.base.errors import LaunchError
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.linux.interfaces import Interface, interfaces
 from ring_plugins.core.linux.process import boot_id
-from ring_plugins.core.net.acceptor import accept_one
+from ring_plugins.core.net.acceptor import Acceptor
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
 from ring_plugins.core.net.frames import reach
 
@@ -177,7 +178,7 @@ def choose(hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None =
         network = next((n for n in best if n in rendezvous), best[0])
         addresses = tuple(on_network(host, network).address for host in hosts)
         return Choice(addresses, _explain(hosts[0], network, common, speeds, bool(measured)))
-    if any(host.wanted for host in hosts) or not all(_leads_to_rank_0(host) for host in hosts):
+    if any(host.wanted or host.preferred not in reachable_addresses(host) for host in hosts):  # of rank 0's network
         raise LaunchError(_no_common_network(hosts))
     addresses = tuple(host.preferred for host in hosts)
     return Choice(addresses, f"every host is on its own subnet; rank 0's address is {addresses[0]}")
@@ -228,16 +229,17 @@ def _speeds(hosts: Sequence[HostInterfaces], networks: Sequence[str]) -> dict[st
     return {network: min(on_network(host, network).speed for host in hosts) for network in networks}
 
 
-def _leads_to_rank_0(host: HostInterfaces) -> bool:
-    return any(i.address == host.preferred for i in _usable(host))
-
-
 def receive_timed(listener: socket.socket, secret: bytes, sender: int) -> int:
     """Mbit/s at which the sender's connection delivers, 1 if too little came to tell, 0 if nothing came."""
-    connected = accept_one(listener, secret, Purpose.PROBE, sender, _TIMEOUT)
-    if connected is None:
+    acceptor = Acceptor(secret, Purpose.PROBE, lambda claim: claim.rank == sender)
+    acceptor.add(listener)
+    with contextlib.closing(acceptor):
+        came = until(lambda: acceptor.poll(0.2), _TIMEOUT, 0.0)
+    for other in came[1:]:  # the same rank, which has connected again
+        other.socket.close()
+    if not came:
         return 0
-    with contextlib.suppress(OSError), connected:
+    with contextlib.suppress(OSError), came[0].socket as connected:
         connected.settimeout(_TIMEOUT)
         memory, received, timed_from, began = bytearray(1 << 20), 0, 0, 0.0
         while part := connected.recv_into(memory):

@@ -291,19 +291,14 @@ def configure(connected: socket.socket) -> None:
     if connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not _has_repeats_left():
+    try:
+        if int(_REPEATS_AT_MOST.read_text()) < _REPEATS + 3:  # the first ones follow each other faster
+            return
+    except (OSError, ValueError):
         return
     longest_ms = max(_SHORTEST_MS, round(config.NETWORK_TIMEOUT.get() * 1000 / _REPEATS))
     with contextlib.suppress(OSError):  # also if it is longer than by default
         connected.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, longest_ms)
-
-
-def _has_repeats_left() -> bool:
-    """Whether Linux allows some more repeats than those within RING_NETWORK_TIMEOUT."""
-    try:
-        return int(_REPEATS_AT_MOST.read_text()) >= _REPEATS + 3  # the first ones follow each other faster
-    except (OSError, ValueError):
-        return False
 
 
 def enable_keepalive(connected: socket.socket) -> None:

@@ -192,7 +192,7 @@ class _RankZero:
         Raises:
             LaunchError: as for `serve`.
         """
-        waiting = _Waiting(f"rank 0 on {self._name}")
+        waiting, where = _Waiting(f"rank 0 on {self._name}"), f" to connect to port {self._port} on {self._name}"
         with ProgressLine() as line:
             while len(self.members) < self._size - 1:
                 for number, event in self._turn(_POLL):
@@ -200,7 +200,7 @@ class _RankZero:
                 now = time.monotonic()
                 for number in [number for number, joining in self._joining.items() if joining.deadline < now]:
                     self._drop(number)
-                line.show(lambda: self._arrivals() + self._rejections())
+                line.show(lambda: arrivals(self._came(), self._size, where) + self._rejections())
                 if waiting.is_over():
                     missing = sorted(set(range(self._size)).difference(self._came()))
                     raise self.failed(
@@ -309,9 +309,6 @@ class _RankZero:
     def _came(self) -> dict[int, str]:
         """The hosts of the ranks that have come."""
         return {0: self._name, **{one.rank: one.host for one in self.members.values()}}
-
-    def _arrivals(self) -> str:
-        return arrivals(self._came(), self._size, f" to connect to port {self._port} on {self._name}")
 
     def _problem(self, rank: int, size: int, host: str, versions: dict[str, str]) -> str:
         if size != self._size:
@@ -505,14 +502,9 @@ class _Waiting:
             logger.info(f"{self.name} has waited {waited:.0f} s for {what}.")
 
 
-def job_secret() -> str:
-    """RING_SECRET, which a launcher gives to all ranks of a job, or "" if there is none."""
-    return config.SECRET.get()
-
-
 def _if_unknown() -> bool | None:
     """What to believe of a connection inside this host if the kernel does not say whose it is: see `are_same_user`."""
-    return True if job_secret() else None
+    return True if config.SECRET.get() else None
 
 
 def _key(secret: str) -> bytes:

@@ -202,7 +202,9 @@ def connect(ranks: int | None, generation: int) -> Rendezvous:
     if not launcher.uses_master or record.variables:
         tcp.withdraw_exported()  # by a rank from which this process descends
     if launcher.is_none and not config.LAUNCHER.is_set():
-        _check_that_nobody_is_missing(ranks)
+        for one in LAUNCHERS:  # this process seems alone: does its environment speak of others?
+            if problem := one.half_started(ranks):
+                raise LaunchError(f"{problem}; RING_LAUNCHER=single makes it a job of its own.")
     _check_that_this_is_the_rank(record)
     slot = own_slot()
     if slot is not None and not config.JOINS.is_set():
@@ -239,17 +241,6 @@ def leave(launcher: Launcher) -> None:
     """Let a child of this process join in its place, if the launcher allows that; called when it has left the job."""
     if not launcher.uses_mpi:
         os.environ.pop(config.MEMBER.name, None)
-
-
-def _check_that_nobody_is_missing(ranks: int | None) -> None:
-    """Reject a process that no launcher seems to have started, but whose environment speaks of others.
-
-    Raises:
-        LaunchError: the text says what is missing.
-    """
-    for launcher in LAUNCHERS:
-        if problem := launcher.half_started(ranks):
-            raise LaunchError(f"{problem}; RING_LAUNCHER=single makes it a job of its own.")
 
 
 def _check_that_this_is_the_rank(record: LaunchRecord) -> None:

@@ -96,7 +96,7 @@ def _join(record: LaunchRecord) -> tuple[mpi.MpiTransport, Callable[[Any], list[
     mpi_transport = mpi.MpiTransport()
     size, gather = mpi_transport.size, mpi_transport.all_gather_object
     if record.size is not None and record.size != size:
-        library = mpi_transport.library_version()
+        library = mpi_transport.mpi.Get_library_version().splitlines()[0].strip()
         raise LaunchError(
             f"{record.by} started {record.size} ranks, but mpi4py's MPI sees {size}: mpirun and mpi4py belong to "
             f"different MPI libraries. Use the mpirun of {library}, or install mpi4py for this one."

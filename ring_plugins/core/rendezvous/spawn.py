@@ -173,10 +173,6 @@ class SharedMemoryRendezvous:
         self._cell(self.rank, 1)[1][:] = 0  # of the round before, which all have read: it may hold a secret
         return found
 
-    def has_arrived(self, rank: int) -> bool:
-        """Whether a rank has ever called `gather`."""
-        return self.rounds(rank) > 0
-
     def rounds(self, rank: int) -> int:
         """How often a rank has called `gather`, as any process sees it that maps the segment."""
         cells = self.segment.array[self._first_cell :][2 * rank * _CELL :][: 2 * _CELL].reshape(2, _CELL)
@@ -257,7 +253,7 @@ def _join() -> SharedMemoryRendezvous:
     elif config.JOINS.is_set():
         has_arrived = found.slots.state(rank) != State.EMPTY
     else:
-        has_arrived = found.has_arrived(rank)
+        has_arrived = found.rounds(rank) > 0
     if (os.getppid() != parent) if parent else has_arrived:
         raise LaunchError(
             f"this process inherited {config.SPAWNED.name} from {_named(rank)} but is not that rank: it is a child "

@@ -205,7 +205,7 @@ def _inside_host(record: LaunchRecord) -> str:
 def _meet(rank: int, size: int, listen_at: str, generation: int) -> bootstrap.Bootstrap:
     address = listen_at or os.environ.get("MASTER_ADDR", "")
     store = _open_store(generation)
-    secret = bootstrap.job_secret()
+    secret = config.SECRET.get()
     if store is None:
         port = integer("MASTER_PORT") or 0
         if size > 1 and not 0 < port < 1 << 16:
@@ -281,7 +281,7 @@ def _listen(port: int, size: int, address: str = "") -> socket.socket:
 
 def note_missing_secret() -> None:
     """Say so, on rank 0 of a job on several hosts, if it has no secret."""
-    if not bootstrap.job_secret():
+    if not config.SECRET.get():
         logger.info(
             "RING_SECRET is not set: anyone who could reach rank 0 while the job started could have joined it. Set it "
             "to the same random text on all hosts (docs/security.md)."
