@@ -1,0 +1,253 @@
+// Streams are threads: each does its work in order, while the caller goes on; only events order two of them.
+//
+// With RING_SIMULATED_LAG=N a stream naps for up to N microseconds before every other piece of work, so that work that
+// is not ordered by an event runs in an order that differs from run to run: a wait that is missing shows as a wrong
+// number. An event that is recorded again stays where it was for those who wait for it already: each record makes a
+// mark of its own.
+//
+// Legacy default streams wait for all work of the device's blocking streams and these for theirs, as on a card.
+#include <deque>
+#include <map>
+#include <set>
+#include <thread>
+#include <time.h>
+#include <unistd.h>
+#include <vector>
+
+#include "device.h"
+
+namespace simulated {
+namespace {
+
+double now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec + time.tv_nsec * 1e-9;
+}
+
+std::atomic<bool> stopping{false};
+std::atomic<int> under_way{0};
+std::atomic<int> failure{0};
+std::mutex text_mutex;
+std::string text;
+
+// One lock for all marks: they are few, and whoever waits for one is a thread that has nothing else to do.
+std::mutex marks_mutex;
+std::condition_variable marks_passed;
+
+void pass(const MarkPointer& mark) {
+  std::lock_guard<std::mutex> lock(marks_mutex);
+  mark->at = now();
+  mark->passed = true;
+  marks_passed.notify_all();
+}
+
+void hold(const MarkPointer& mark) {
+  if (mark->passed) return;
+  std::unique_lock<std::mutex> lock(marks_mutex);
+  while (!mark->passed && !stopping) marks_passed.wait_for(lock, std::chrono::milliseconds(100));
+}
+
+}  // namespace
+
+struct Stream {
+  Stream(int device, bool blocking, int priority) : device(device), priority(priority), blocking(blocking) {}
+  int device, priority;
+  bool blocking;
+  std::mutex mutex;
+  std::condition_variable came;
+  std::deque<std::function<void()>> queue;
+  bool busy = false, ends = false;
+
+  void put(std::function<void()> work) {
+    std::lock_guard<std::mutex> lock(mutex);
+    queue.push_back(std::move(work));
+    came.notify_one();
+  }
+
+  void run() {
+    const long lag = setting("LAG", 0);
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        busy = false;
+        came.wait(lock, [this] { return !queue.empty() || ends; });
+        if (queue.empty()) break;
+        work = std::move(queue.front());
+        queue.pop_front();
+        busy = true;
+      }
+      if (lag && random_below(2)) usleep(random_below(lag));
+      if (stopping) continue;
+      under_way++;
+      if (!stopping) work();
+      under_way--;
+    }
+    delete this;
+  }
+};
+
+namespace {
+
+struct Streams {
+  std::mutex mutex;
+  std::set<Stream*> all;
+  std::map<int, Stream*> legacy;
+};
+
+Streams& streams() {
+  static Streams* kept = new Streams;  // for ever: threads use it until the process ends
+  return *kept;
+}
+
+thread_local std::vector<int> contexts;
+
+Stream* start(int device, bool blocking, int priority) {
+  auto* stream = new Stream(device, blocking, priority);
+  std::thread([stream] { stream->run(); }).detach();
+  return stream;
+}
+
+// Order a legacy stream after the blocking streams of its device, or one of these after it.
+void order_implicitly(Stream* stream) {
+  if (!stream->blocking) return;
+  std::vector<Stream*> before;
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    Stream* legacy = streams().legacy.count(stream->device) ? streams().legacy[stream->device] : nullptr;
+    if (stream != legacy) {
+      if (legacy) before.push_back(legacy);
+    } else {
+      for (Stream* other : streams().all)
+        if (other->blocking && other->device == stream->device && other != legacy) before.push_back(other);
+    }
+  }
+  for (Stream* other : before) {
+    auto passed = std::make_shared<Mark>();
+    other->put([passed] { pass(passed); });
+    stream->put([passed] { hold(passed); });
+  }
+}
+
+}  // namespace
+
+int current_context() { return contexts.empty() ? -1 : contexts.back(); }
+
+int current_device() { return contexts.empty() ? 0 : contexts.back(); }
+
+void set_device(int index) {
+  if (contexts.empty()) contexts.push_back(index);
+  contexts.back() = index;
+}
+
+void push_context(int index) { contexts.push_back(index); }
+
+int pop_context() {
+  const int last = current_context();
+  if (!contexts.empty()) contexts.pop_back();
+  return last;
+}
+
+Stream* new_stream(int device, bool blocking, int priority) {
+  Stream* stream = start(device, blocking, priority);
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  streams().all.insert(stream);
+  return stream;
+}
+
+void destroy_stream(Stream* stream) {
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().all.erase(stream);
+  }
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  stream->ends = true;  // once its queue is done
+  stream->came.notify_one();
+}
+
+Stream* stream_of(void* handle) {
+  // 1 and 2 are cudaStreamLegacy and cudaStreamPerThread; nothing here uses the second.
+  if ((uintptr_t)handle > 2) return (Stream*)handle;
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  Stream*& legacy = streams().legacy[current_device()];
+  if (!legacy) {
+    legacy = start(current_device(), true, 0);
+    streams().all.insert(legacy);
+  }
+  return legacy;
+}
+
+int device_of(Stream* stream) { return stream->device; }
+
+int priority_of(Stream* stream) { return stream->priority; }
+
+void enqueue(Stream* stream, std::function<void()> work) {
+  order_implicitly(stream);
+  stream->put([work = std::move(work)] {
+    if (const int status = called("kernel")) fail_device(status, "a fault was injected on the device");
+    if (!failure) work();
+  });
+}
+
+MarkPointer mark(Stream* stream) {
+  order_implicitly(stream);
+  auto made = std::make_shared<Mark>();
+  stream->put([made] { pass(made); });
+  return made;
+}
+
+void wait(Stream* stream, MarkPointer mark) {
+  if (mark) stream->put([mark] { hold(mark); });
+}
+
+void synchronize(const MarkPointer& mark) {
+  count("host waits");
+  if (mark) hold(mark);
+}
+
+void synchronize(Stream* stream) { synchronize(mark(stream)); }
+
+void synchronize_device(int device) {
+  std::vector<MarkPointer> last;
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    for (Stream* stream : streams().all)
+      if (stream->device == device) {
+        last.push_back(std::make_shared<Mark>());
+        stream->put([made = last.back()] { pass(made); });
+      }
+  }
+  count("host waits");
+  for (const auto& mark : last) hold(mark);
+}
+
+bool is_idle(Stream* stream) {
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  return stream->queue.empty() && !stream->busy;
+}
+
+void stop_streams() {
+  stopping = true;
+  marks_passed.notify_all();
+  for (int naps = 0; under_way && naps < 1000; naps++) usleep(1000);
+}
+
+void fail_device(int status, const std::string& why) {
+  failure = status;
+  set_failure_text(why);
+}
+
+int device_failure() { return failure; }
+
+std::string failure_text() {
+  std::lock_guard<std::mutex> lock(text_mutex);
+  return text;
+}
+
+void set_failure_text(const std::string& why) {
+  std::lock_guard<std::mutex> lock(text_mutex);
+  text = why;
+}
+
+}  // namespace simulated
