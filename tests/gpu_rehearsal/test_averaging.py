@@ -4,7 +4,7 @@ pytestmark = [pytest.mark.gpu_rehearsal, pytest.mark.timeout(1200)]
 RUNS = ["mlp:float32", "mlp:bfloat16", "transformer:float32", "transformer:autocast", "cnn:float32"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks(2, 4)
 def test_weights_equal_ddps(rehearse, ranks):
     result = rehearse("equals_ddp", *RUNS, ranks=ranks, lag=200)
     for run in RUNS:

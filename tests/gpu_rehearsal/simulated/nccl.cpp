@@ -30,7 +30,7 @@ struct Config {  // the beginning of ncclConfig_t, which all releases share
 namespace {
 
 thread_local int depth;
-thread_local std::vector<Call> group;
+thread_local auto& group = *new std::vector<Call>;  // torch may call while the process ends
 
 bool is_usable(ncclComm* communicator, const char* function) {
   if (communicator && !communicator->dead) return true;

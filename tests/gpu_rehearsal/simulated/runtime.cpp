@@ -115,7 +115,7 @@ EXPORTED cudaError_t cudaGetLastError() {
 EXPORTED cudaError_t cudaPeekAtLastError() { return (cudaError_t)last_error; }
 
 EXPORTED const char* cudaGetErrorString(cudaError_t status) {
-  static thread_local std::string text;
+  static thread_local auto& text = *new std::string;  // torch may ask while the process ends
   if (status == cudaSuccess) return "no error";
   text = (int)status == sim::OUT_OF_MEMORY ? "out of memory" : sim::failure_text();
   text = "simulated CUDA error " + std::to_string((int)status) + (text.empty() ? "" : ": " + text);
@@ -261,13 +261,26 @@ EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t functi
 // ---- events: a handle to the mark of the last record ----
 
 struct Event {
-  sim::MarkPointer mark;
   bool timed;
+  std::mutex mutex;  // threads may ask while another records
+  sim::MarkPointer last;
+
+  explicit Event(bool timed) : timed(timed) {}
+
+  sim::MarkPointer mark() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return last;
+  }
+
+  void record(sim::Stream* stream) {
+    std::lock_guard<std::mutex> lock(mutex);
+    last = sim::mark(stream);
+  }
 };
 
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   BEGIN();
-  *event = (cudaEvent_t) new Event{nullptr, !(flags & cudaEventDisableTiming)};
+  *event = (cudaEvent_t) new Event(!(flags & cudaEventDisableTiming));
   return cudaSuccess;
 }
 
@@ -275,7 +288,7 @@ EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreat
 
 EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   BEGIN();
-  ((Event*)event)->mark = sim::mark(stream_of(stream));
+  ((Event*)event)->record(stream_of(stream));
   return cudaSuccess;
 }
 
@@ -285,27 +298,27 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   BEGIN();
-  sim::wait(stream_of(stream), ((Event*)event)->mark);
+  sim::wait(stream_of(stream), ((Event*)event)->mark());
   return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
   BEGIN();
-  auto& mark = ((Event*)event)->mark;
+  const auto mark = ((Event*)event)->mark();
   return !mark || mark->passed ? say(sim::device_failure()) : cudaErrorNotReady;
 }
 
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   BEGIN();
-  sim::synchronize(((Event*)event)->mark);
+  sim::synchronize(((Event*)event)->mark());
   return say(sim::device_failure());
 }
 
 EXPORTED cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  auto *first = (Event*)begin, *second = (Event*)end;
-  if (!first->timed || !second->timed || !first->mark || !second->mark) return say(sim::INVALID_HANDLE);
-  if (!first->mark->passed || !second->mark->passed) return cudaErrorNotReady;
-  *milliseconds = (second->mark->at - first->mark->at) * 1e3;
+  const auto first = ((Event*)begin)->mark(), second = ((Event*)end)->mark();
+  if (!first || !second || !((Event*)begin)->timed || !((Event*)end)->timed) return say(sim::INVALID_HANDLE);
+  if (!first->passed || !second->passed) return cudaErrorNotReady;
+  *milliseconds = (second->at - first->at) * 1e3;
   return cudaSuccess;
 }
 

@@ -6,6 +6,7 @@
 // mark of its own.
 //
 // Legacy default streams wait for all work of the device's blocking streams and these for theirs, as on a card.
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <set>
@@ -101,7 +102,12 @@ Streams& streams() {
   return *kept;
 }
 
-thread_local std::vector<int> contexts;
+// No vector: torch asks for the current device after the main thread's thread-local objects are destroyed.
+struct Contexts {
+  int depth;
+  int devices[64];
+};
+thread_local Contexts contexts;
 
 Stream* start(int device, bool blocking, int priority) {
   auto* stream = new Stream(device, blocking, priority);
@@ -132,20 +138,23 @@ void order_implicitly(Stream* stream) {
 
 }  // namespace
 
-int current_context() { return contexts.empty() ? -1 : contexts.back(); }
+int current_context() { return contexts.depth ? contexts.devices[contexts.depth - 1] : -1; }
 
-int current_device() { return contexts.empty() ? 0 : contexts.back(); }
+int current_device() { return contexts.depth ? current_context() : 0; }
 
 void set_device(int index) {
-  if (contexts.empty()) contexts.push_back(index);
-  contexts.back() = index;
+  if (!contexts.depth) contexts.depth = 1;
+  contexts.devices[contexts.depth - 1] = index;
 }
 
-void push_context(int index) { contexts.push_back(index); }
+void push_context(int index) {
+  if (contexts.depth == 64) abort();  // pushed and never popped
+  contexts.devices[contexts.depth++] = index;
+}
 
 int pop_context() {
   const int last = current_context();
-  if (!contexts.empty()) contexts.pop_back();
+  if (contexts.depth) contexts.depth--;
   return last;
 }
 
