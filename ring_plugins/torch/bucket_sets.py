@@ -35,8 +35,6 @@ from ring_plugins.torch import changes
 from ring_plugins.torch.changes import (
     Claim,
     is_claimed,
-    rejection,
-    still_there,
 )
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, streams
@@ -140,7 +138,6 @@ class BucketSets:
             current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
-        self._is_contested = False  # whether, on some rank, an older averager had one of the parameters
         self.overlap: Overlap = ALWAYS
         self.checks = TorchChecks(self.claim)
         self.named: list[Named] = []
@@ -192,7 +189,7 @@ class BucketSets:
     @property
     def is_ordinary(self) -> bool:
         """Whether `current` would return the same buckets again while no change is noted and `seen` is what it was."""
-        return not (self._is_contested or self.holds or changes.replaced or self._hooks.arrivals is not None)
+        return not (self.claim.is_contested or self.holds or changes.replaced or self._hooks.arrivals is not None)
 
     def _take_registered(self) -> None:
         """Take the parameters anew if some were registered with the module, or removed from it."""
@@ -275,9 +272,7 @@ class BucketSets:
                 raise
         self.kept[trained] = buckets
         buckets.reducer.passes = passes  # those of buckets that were dropped count, too
-        self.claim.take(itertools.compress(self.named, trained))
-        conflict = self.claim.conflict(self.claim.older())
-        self._is_contested = any(self._communicator.all_gather_object(conflict, "buckets"))
+        self.claim.take(itertools.compress(self.named, trained), self._communicator)
         if not self._hooks.fit(buckets.bucket_of):
             self._put_hooks()
         return buckets
@@ -303,20 +298,6 @@ class BucketSets:
             "unfreeze the same parameters on all ranks, between the same two steps."
         )
         error.args = (text,)  # what has been told to other ranks about it stays
-
-    def settle_ownership(self) -> None:
-        """Take over from older averagers of these parameters if they are gone on all ranks; collective then.
-
-        Raises:
-            RingError: on all ranks, if one of them is still in use on any.
-        """
-        if not self._is_contested:
-            return
-        conflict = self.claim.conflict(still_there(self.claim.older()))
-        conflicts = self._communicator.all_gather_object(conflict, "owner of gradients")
-        if any(conflicts):
-            raise rejection(conflicts, self._communicator.ranks)
-        self._is_contested = False
 
     def learn_order(self, buckets: GradientBuckets) -> None:
         """Let the next backward make buckets in the order in which gradients have just come; collective."""

@@ -40,6 +40,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import RingError, name_ranks
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current, is_initialized
 
@@ -73,15 +74,32 @@ class Claim:
         self._order = -1
         #: Whether a newer claim to some of these parameters has been made.
         self.is_superseded = False
+        #: Whether, on some rank, an older averager had one of the parameters.
+        self.is_contested = False
 
-    def take(self, parameters: Iterable[tuple[str, Any]]) -> None:
-        """Claim these parameters too; this claim is then newer than all others."""
+    def take(self, parameters: Iterable[tuple[str, Any]], communicator: Communicator[Any]) -> None:
+        """Claim these parameters too, on all ranks; this claim is then newer than all others. Collective."""
         self._names.update((id(parameter), name) for name, parameter in parameters)
         self._order = next(_order)
         _claims.add(self)
         for claim in self.older():
             claim.is_superseded = True
         note()
+        conflict = self.conflict(self.older())
+        self.is_contested = any(communicator.all_gather_object(conflict, "buckets"))
+
+    def settle(self, communicator: Communicator[Any]) -> None:
+        """Take over from older averagers of these parameters if they are gone on all ranks; collective if contested.
+
+        Raises:
+            RingError: on all ranks, if one of them is still in use on any.
+        """
+        if self.is_contested:
+            conflict = self.conflict(still_there(self.older()))
+            conflicts = communicator.all_gather_object(conflict, "owner of gradients")
+            if any(conflicts):
+                raise rejection(conflicts, communicator.ranks)
+            self.is_contested = False
 
     def drop(self) -> None:
         """Give all parameters up."""

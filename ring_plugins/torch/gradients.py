@@ -290,7 +290,7 @@ class GradientAverager:
         self.abandon()
         buckets = self._sets.current(self.steps)
         changed, self._buckets = buckets is not self._buckets, buckets
-        self._sets.settle_ownership()
+        self.claim.settle(self.communicator)
         # A GPU tells of other ranks only when it is asked.
         is_ordinary = self._streams is None and self.skipping.is_ordinary and self._sets.is_ordinary
         self._seen = last if is_ordinary and not self.claim.newer() else -1

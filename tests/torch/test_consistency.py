@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from ring_plugins.core.base.errors import DriftError
+from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.torch import consistency
 from ring_plugins.torch.changes import Claim
 from ring_plugins.torch.consistency import OtherOptimizers, TorchChecks, _on_device, parameter_checksums
 from tests.launch import run_ranks
+
+ALONE = SingleCommunicator("alone")
 
 # Forward raises on rank 0 in its third batch, and its script goes on. It has one batch more than rank 1.
 MISSED_BATCH = """
@@ -82,7 +85,7 @@ def test_layout_does_not_matter_and_odd_sizes_are_summed_up():
 def test_weights_that_no_optimizer_of_torch_updates_are_read_anew_for_each_pass(monkeypatch):
     monkeypatch.setattr(consistency, "is_check_wanted", lambda: True)
     weight, claim, numbers = nn.Parameter(torch.zeros(2)), Claim("a"), []
-    claim.take([("weight", weight)])
+    claim.take([("weight", weight)], ALONE)
     checks = TorchChecks(claim)
     checks.weights.named = [("weight", weight)]
     for _ in range(3):
@@ -101,7 +104,7 @@ def test_frozen_weights_are_compared_up_to_the_first_step(monkeypatch):
     def numbers(frozen):
         named = [("trained", nn.Parameter(torch.zeros(2))), ("frozen", nn.Parameter(torch.full((2,), frozen), False))]
         claim = Claim("a")
-        claim.take(named[:1])
+        claim.take(named[:1], ALONE)
         checks = TorchChecks(claim)
         checks.weights.named = named
         found = []
@@ -123,7 +126,7 @@ def test_weights_that_no_given_optimizer_has_are_compared_by_whoever_updates_the
     def number(value):
         named = [("trained", nn.Parameter(torch.full((2,), value)))]
         claim = Claim("a")
-        claim.take(named)
+        claim.take(named, ALONE)
         checks = TorchChecks(claim)
         checks.weights.named = named
         checks.options.groups = lambda: [{"lr": 0.1}]  # as Keras gives them
