@@ -105,22 +105,6 @@ class Outcome(NamedTuple):
     members_change: bool = False
 
 
-class _Others(NamedTuple):
-    """Gradients of a bucket that are handled one by one.
-
-    Attributes:
-        moved, source: entries and gradients that are moved into the bucket.
-        direct: what is reduced where it is.
-        absent: places of gradients that this rank does not have.
-    """
-
-    moved: list[int]
-    source: list[torch.Tensor]
-    direct: list[torch.Tensor]
-    absent: list[int]
-
-
-_NO_OTHERS = _Others([], [], [], [])
 #: The outcome of most passes.
 _ORDINARY = Outcome(0.0, [])
 
@@ -284,7 +268,7 @@ class GradientBuckets:
         if gradients != []:
             self._keep_held(bucket, small)
         others = small.others if gradients is not None else list(enumerate(bucket.entries))
-        moved, source, direct, absent = self._sorted(others) if others else _NO_OTHERS
+        moved, source, direct, absent = self._sorted(others) if others else ([], [], [], [])
         if gradients or source:
             self._note_staying(small.entries if gradients else moved, gradients or source)
         to = [view for i in moved if (view := self.views[i]) is not None] if moved else []
@@ -307,13 +291,19 @@ class GradientBuckets:
             return []
         return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
 
-    def _sorted(self, others: list[tuple[int, int]]) -> _Others:
+    def _sorted(
+        self, others: list[tuple[int, int]]
+    ) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor], list[int]]:
         """What becomes of those gradients of a bucket that are not all new, dense and small.
 
         Args:
             others: pairs of place in the bucket and entry.
+
+        Returns:
+            Entries and gradients that are moved into the bucket, what is reduced where it is, and the places of
+            gradients that this rank does not have.
         """
-        found = _Others([], [], [], [])
+        moved, source, direct, absent = list[int](), list[torch.Tensor](), list[torch.Tensor](), list[int]()
         for place, i in others:
             parameter, view = self.parameters[i], self.views[i]
             gradient = parameter.grad
@@ -322,20 +312,20 @@ class GradientBuckets:
             if gradient is not None and gradient.is_sparse:
                 gradient = self._densified(i, gradient)
             if gradient is None:
-                found.absent.append(place)
+                absent.append(place)
                 zeros = memory_like(parameter).zero_() if view is None else view.zero_()
                 self._absent[i] = zeros
                 if view is None:
-                    found.direct.append(zeros)
+                    direct.append(zeros)
             elif view is not None:
-                found.moved.append(i)
-                found.source.append(gradient)
+                moved.append(i)
+                source.append(gradient)
             else:
                 self._check_unchanged(i)
-                found.direct.append(dense := laid_out(parameter, gradient))
+                direct.append(dense := laid_out(parameter, gradient))
                 if dense is not gradient and gradient._version and is_shared(gradient):
                     self._staying[i] = gradient
-        return found
+        return moved, source, direct, absent
 
     def _renewed(self, bucket: Bucket) -> _Small:
         """The gradients that live in a bucket, with new views."""
