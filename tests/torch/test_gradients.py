@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ring_plugins.torch import GradientAverager, gradients
+from tests.core.collectives.thread_ranks import on_thread_ranks
 from tests.launch import Result, run_ranks, shared
 from tests.launchers import Launcher
 
@@ -113,6 +115,36 @@ def test_gradients_again(turn: str, name: str) -> None:
     for rank in range(ORDINARY.ranks):
         assert result.reports.get(rank, {}).get(f"{name} {turn}") == "ok", result
         assert (result.reports[rank][f"launched by NCCL {turn}"] > 10) == (turn == "on GPUs")
+
+
+def test_a_gradient_passes_at_most_twelve_files_in_at_most_seventy_calls(monkeypatch) -> None:
+    """A reader follows it from the hook to the optimizer: what an ordinary step need not ask is asked elsewhere."""
+    monkeypatch.setattr(gradients, "has_room_to_overlap", lambda threads: False)
+    package = str(Path(gradients.__file__).parents[1])
+
+    def rank_of(rank, communicator):
+        model, ways = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+        averager = GradientAverager(model, communicator=communicator, overlap=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def note(frame, event, _):
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                ways[-1].append((frame.f_code.co_filename.removeprefix(package), frame.f_code.co_name))
+
+        for _ in range(30):
+            ways.append([])
+            sys.setprofile(note)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            sys.setprofile(None)
+        averager.close()
+        return min(ways, key=len)  # in others a rank waits, or weights are compared
+
+    way = on_thread_ranks(2, rank_of)[0]
+    assert ("/core/collectives/shm_group.py", "all_reduce") in way
+    assert len(way) <= 70, way
+    assert len({file for file, _ in way}) <= 12, way
 
 
 def test_a_single_rank_averages_through_a_communicator_that_it_is_given(gpu) -> None:  # as benchmarks/gpu_step.py does
