@@ -53,8 +53,6 @@ on one host: its supervisor says so, and some seconds later the coordinator ends
 Considered and rejected: Open MPI's --enable-recovery and MPICH's -disable-auto-cleanup, which keep ranks alive but not
 the daemons of a lost host. One `ring run` for each host that knows nothing of the others: a job in which all ranks were
 killed would end with status 0 somewhere, and Ctrl-C would end one host's ranks.
-
-`Coordinator` has 27 methods: one for each kind of message, beside those that start and end the job.
 """
 
 from __future__ import annotations
@@ -163,15 +161,10 @@ class Coordinator:
         return OwnHost(self, self._hosts[index])
 
     def log_in(self) -> None:
-        """Start the supervisors of all hosts that have none in this process."""
-        for host in self._hosts:
-            if host.inbox is None:
-                self._log_in(host)
-
-    def _log_in(self, host: Host) -> None:
-        assert self._logins is not None
-        index = self._hosts.index(host)
-        host.login = self._logins.start(self.port, self.key, host.name, index, host.ranks, host.is_added)
+        """Start the supervisors of all hosts that have none yet."""
+        for index, host in enumerate(self._hosts):
+            if self._logins is not None and host.inbox is None and host.login is None:
+                host.login = self._logins.start(self.port, self.key, host.name, index, host.ranks, host.is_added)
 
     def finish(self) -> tuple[int, str | None]:
         """Follow the job to its end; returns `result`."""
@@ -277,7 +270,7 @@ class Coordinator:
         answer = self._added_slots.add(number, {len(self._hosts): wanted})
         if answer.startswith("ok"):
             self._hosts.append(Host(wanted, [], is_added=True))
-            self._log_in(self._hosts[-1])
+            self.log_in()
         return answer
 
     def _expects(self, claim: Claim) -> bool:
@@ -329,7 +322,12 @@ class Coordinator:
         elif kind == "members":
             host.members, host.joiners = int(body["members"]), list(body["joiners"])
         elif kind == "join info":
-            self._begin_on_added_hosts(body)
+            # All added hosts begin whose supervisors have connected, if this host has members.
+            self._asked, told = None, {"join info": body, "added": self._added_slots.told()}
+            waiting = [other for other in self._hosts if other.is_added and not (other.is_over or other.has_begun)]
+            for other in (one for one in waiting if body and one.here is not None):
+                other.has_begun = True
+                self._tell(other, "start", {**(self._started or {}), **told})
         elif kind == "given back":
             self._added_slots.take_back(*read_ranks([body]))
         elif kind in ("failed", "ended"):
@@ -411,15 +409,6 @@ class Coordinator:
         if not with_members:
             self._publish("alone", True)
         self._publish("joiners", [one for host in self._hosts if not host.is_over for one in host.joiners])
-
-    def _begin_on_added_hosts(self, join_info: Any) -> None:
-        """Start all added hosts whose supervisors have connected, with the join info of a host that has members."""
-        self._asked = None
-        for host in self._hosts:
-            if join_info and host.is_added and host.here is not None and not host.is_over and not host.has_begun:
-                host.has_begun = True
-                told = {**(self._started or {}), "join info": join_info, "added": self._added_slots.told()}
-                self._tell(host, "start", told)
 
     def _drop(self, host: Host, why: str) -> None:
         """Go on without an added host that has not begun."""
