@@ -20,9 +20,8 @@ class Job:
 
     def __init__(self, failure=None, aborted=True, rank=1, failed=False):
         self.topology, self.world_rank = SimpleNamespace(rank=rank, size=2), rank
-        self.failure_detector = SimpleNamespace(
-            aborted=aborted, failed=failed, has_lost_the_network=False, failure=lambda: failure
-        )
+        facts = SimpleNamespace(has_lost_the_network=False)
+        self.failure_detector = SimpleNamespace(aborted=aborted, failed=failed, facts=facts, failure=lambda: failure)
         self.calls = []
 
     def is_mine(self):
