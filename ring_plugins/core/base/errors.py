@@ -116,6 +116,14 @@ def is_rejection(error: BaseException) -> bool:
     return isinstance(error, kinds) and not isinstance(error, (TimeoutError, InterruptedError))
 
 
+def is_first_report(error: BaseException, to: str) -> bool:
+    """Whether an error is reported there for the first time: several layers that it passes through would report it."""
+    told: set[str] = vars(error).setdefault("_ring_told", set())
+    is_first = to not in told
+    told.add(to)
+    return is_first
+
+
 def fresh(error: BaseException) -> BaseException:
     """A copy of an error that is to be raised again and again: type, text, fields and cause, but no traceback.
 

@@ -49,6 +49,7 @@ from ring_plugins.core.base.errors import (
     MismatchError,
     PeerFailed,
     RingError,
+    is_first_report,
     is_rejection,
 )
 from ring_plugins.core.base.threads import wait_for_event
@@ -76,9 +77,6 @@ T = TypeVar("T")
 
 #: Seconds for which an interrupted caller waits for the executor's thread, which notices within 20 ms unless it copies.
 _LET_GO = 5.0
-
-#: Set on an exception, the communicator whose members know of it.
-_TOLD = "_ring_rejection_told_in"
 
 
 class SerialExecutor:
@@ -222,10 +220,8 @@ class SerialExecutor:
         again before a member has noticed. Where all members reject the call, none waits, and all may go on. They count
         rejections, so one that passes through several layers, each of which reports it, counts once.
         """
-        if not is_rejection(error) or vars(error).get(_TOLD) == self._name:
-            return
-        vars(error)[_TOLD] = self._name
-        self._tell_rejection(operation, error)
+        if is_rejection(error) and is_first_report(error, self._name):
+            self._tell_rejection(operation, error)
 
     def _tell_rejection(self, operation: str, error: BaseException) -> None:
         thread = self._thread

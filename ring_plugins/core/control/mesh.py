@@ -86,8 +86,7 @@ class Mesh:
         on_left_out: called when this rank finds that the others go on without it.
 
     Attributes:
-        confirms: as given.
-        members: as given.
+        confirms, members: as given.
         rank: world rank of this process.
         consensus: this rank's part in the agreements.
         committed: how many operations are confirmed; the communicators count it.
@@ -219,9 +218,9 @@ class Mesh:
 
         If only this one was left out, it might learn of it late, and write to memory that those share who go on.
         """
-        known, domain = self.members.known, self.members.known[rank].domain
-        is_here = self.members.is_near(rank)
-        silent = [rank] if is_here else [other for other, peer in known.items() if peer.domain == domain]
+        known, silent = self.members.known, [rank]
+        if not self.members.is_near(rank):
+            silent = [other for other, peer in known.items() if peer.domain == known[rank].domain]
         for other in silent:
             self.hang_up(other)
         self.consensus.note_silent(*silent)
@@ -291,19 +290,17 @@ class Mesh:
         """The error of an operation that this rank gives up; by default it names all ranks that are lost now."""
         known = self.members.known
         with self._lock:
-            rank = next(iter(lost or self.consensus.lost()), None)
-            if rank is None:
+            if not (lost := lost or self.consensus.lost()):
                 return MembersLost("another rank has lost a rank.", self.members.ranks[0])
-            is_silent = rank in self.members.facts.silent - self.members.facts.dead
+            is_silent = (rank := lost[0]) in self.members.facts.silent - self.members.facts.dead
         host, pid, here = known[rank].host, known[rank].pid, known[self.rank].host
         where = f" on {host}" if self.members.are_on_several_hosts() else ""
-        text = f"rank {rank} (process {pid}{where}) died without reporting an error; {SILENT_ENDS}."
-        if is_silent:
-            text = (
-                f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
-                f"between {here} and {host} is lost, or {host} is down."
-            )
-        return MembersLost(text, rank)
+        dead = f"rank {rank} (process {pid}{where}) died without reporting an error; {SILENT_ENDS}."
+        silent = (
+            f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
+            f"between {here} and {host} is lost, or {host} is down."
+        )
+        return MembersLost(silent if is_silent else dead, rank)
 
     def agree(self, wait: Waiting, leaving: Sequence[int] = (), joining: Sequence[int] = ()) -> list[int] | None:
         """Agree with all that can be reached on the next view; each calls this when it has raised `MembersLost`.
@@ -321,7 +318,6 @@ class Mesh:
         Raises:
             PeerFailed: this rank does not go on, or a rank failed by an exception.
         """
-        consensus = self.consensus
         if self.pending is not None:
             lost, self.pending = self.pending, None
         else:
@@ -341,7 +337,7 @@ class Mesh:
             if is_behind:
                 self.pending = lost
                 return None
-        decision = consensus.decisions[self._agreed]
+        decision = self.consensus.decisions[self._agreed]
         if self.rank in decision.members:
             self.members.follow(decision.members, self._agreed)
         return lost

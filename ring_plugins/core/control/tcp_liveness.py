@@ -25,7 +25,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ring_plugins.core.base import config
@@ -119,8 +119,9 @@ class TcpLiveness:
             self._silent[connection] = since, times
             if times >= _ENOUGH and now - since >= self._timeout:
                 (local, local_port), (remote, remote_port) = connection
+                awaited = {rank for wait in list(long_waits.values()) for rank in wait.missing}
                 self._failure_detector.lose_network(
-                    _awaited(ranks),
+                    next((rank for rank in ranks if rank in awaited), ranks[0]),
                     f"{remote}, port {remote_port}, has acknowledged nothing from {local}, port {local_port}, for "
                     f"{now - since:.0f} s",
                 )
@@ -141,9 +142,3 @@ class TcpLiveness:
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
-
-
-def _awaited(ranks: Sequence[int]) -> int:
-    """A rank that this process waits for, among ranks on one host; the first if it waits for none of them."""
-    missing = {rank for wait in list(long_waits.values()) for rank in wait.missing}
-    return next((rank for rank in ranks if rank in missing), ranks[0])

@@ -241,7 +241,10 @@ class Wait:
         except MembersLost:
             raise
         except PeerFailed as error:
-            self._raise_reason(error, what)
+            detector = self._failure_detector
+            if detector is not None and not detector.aborted and not isinstance(error, PeerLeft):
+                self.raise_reason(error.rank, what)  # in place of the bare fact, if it arrives in time
+                detector.aborted = True
             raise
         finally:
             seconds = time.monotonic() - started
@@ -323,14 +326,6 @@ class Wait:
                 detector.aborted = True
                 raise PeerFailed(text, exited)
             raise PeerRejected(text)
-
-    def _raise_reason(self, error: PeerFailed, what: Callable[[], str]) -> None:
-        """Raise the reason why a peer is gone instead of `error`, if it arrives in time."""
-        detector = self._failure_detector
-        if detector is None or detector.aborted or isinstance(error, PeerLeft):  # which is a reason
-            return
-        self.raise_reason(error.rank, what)
-        detector.aborted = True
 
     def raise_reason(self, rank: int, what: Callable[[], str]) -> None:
         """Wait some seconds for the reason why a peer is gone, and raise it; return if none arrives.

@@ -17,7 +17,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, RingError, is_first_report
 from ring_plugins.core.collectives.api import Communicator, FailureState, Statistics
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -30,9 +30,6 @@ from ring_plugins.core.gpu.registered import RegisteredPool
 from ring_plugins.core.gpu.stream import StreamQueue, Streams
 
 T = TypeVar("T")
-
-#: Set on an exception, the communicator whose members know of it.
-_TOLD = "_ring_rejection_told_on_gpu_in"
 #: Added to the numbers of operations, which are counted apart from those of the host's communicator.
 _ON_GPU = 1 << 40
 
@@ -224,9 +221,8 @@ class DeviceExecutor:
 
     def tell_rejection(self, operation: str, error: BaseException) -> None:
         """Tell the members' watchdogs; once for an error that passes through several layers."""
-        if vars(error).get(_TOLD) == self._name or not isinstance(self._host, HostCommunicator):
+        if not isinstance(self._host, HostCommunicator) or not is_first_report(error, f"{self._name} on GPUs"):
             return
-        vars(error)[_TOLD] = self._name
         with self._lock:
             number = self.statistics.operations
             before = self._rejected.get(number, 0)
