@@ -212,8 +212,6 @@ class GradientBuckets:
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
         self._sparse_work: Work[None] | None = None
         self._is_failing, self._is_first = False, True
-        #: Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it.
-        self._any_rank_has_it = 0.5 / communicator.size
         self.reducer = GradientReducer(
             *(self._buffer, communicator, Op.AVERAGE if gpu is None else Op.SUM, compression),
             holds_last=True,
@@ -248,6 +246,14 @@ class GradientBuckets:
     def fills_as(self, order: Sequence[int]) -> bool:
         """Whether buckets made in this order of positions would be the same."""
         return self.plan.fills_as(self._entries_of(order))
+
+    @property
+    def _any_rank_has_it(self) -> float:
+        """Flags are 1 on ranks that have the gradient. A sum or average above this means some rank has it.
+
+        The number of ranks changes: a process that joins has made its buckets while it was alone.
+        """
+        return 0.5 / self._communicator.size
 
     # A pass, from the first gradient to the averages ----------------------------------------------------
 

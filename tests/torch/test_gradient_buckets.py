@@ -363,3 +363,10 @@ def test_memory_that_somebody_refers_to_takes_no_average(monkeypatch):
         return {value for tensor in kept for value in tensor.tolist()}
 
     assert on_mortal_ranks(monkeypatch, 2, run) == [{1.0, 1.5}, {2.0, 1.5}]
+
+
+def test_what_one_of_several_ranks_tells_is_seen_by_a_process_that_made_its_buckets_before_it_joined_them():
+    communicator = SingleCommunicator("test")
+    buckets = buckets_for(nn.Parameter(torch.ones(4)), communicator=communicator)
+    communicator.size = 6
+    assert buckets._shares(torch.tensor([0.0, 1 / 6])) == (0.0, pytest.approx(1 / 6))
