@@ -18,11 +18,11 @@ except ImportError as error:
 from ring_plugins.keras.averaging import DistributedOptimizer, communication_of, undistribute
 from ring_plugins.keras.batch_norm import synchronize_batch_norm
 from ring_plugins.keras.broadcast import BroadcastCallback, broadcast_variables
+from ring_plugins.keras.joining import TrainingState
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ring_plugins.keras.metrics import MetricAverageCallback
 from ring_plugins.keras.observe import BalanceMonitor, TimelineCallback
 from ring_plugins.keras.shard import shard
-from ring_plugins.keras.training_state import TrainingState
 from ring_plugins.keras.writers import BestModelCheckpoint
 
 __all__ = [

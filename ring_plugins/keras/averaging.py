@@ -37,11 +37,19 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.trials import chosen_overlap
-from ring_plugins.core.world import announce_training, constructed_by_all
+from ring_plugins.core.world import announce_training, constructed_by_all, current
 from ring_plugins.keras.backends import Exchange, Settings, Statistics, backend
-from ring_plugins.keras.consistency import WeightComparison, check_equal_optimizers, updating_optimizers
+from ring_plugins.keras.buckets import call_weakly
+from ring_plugins.keras.consistency import (
+    KerasChecks,
+    Options,
+    check_equal_optimizers,
+    check_equal_starts,
+    checksums_of,
+    options_of,
+    updating_optimizers,
+)
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.joining import reject_before_joining
 from ring_plugins.keras.patches import Patch
 from ring_plugins.keras.running_fit import AVERAGING, watch_fit
 from ring_plugins.keras.sharded_optimizer import check_shardable, sharded
@@ -55,7 +63,7 @@ BUCKET_BYTES = 4 * MIB
 
 _numbers = itertools.count()
 #: That replace methods of their optimizers.
-_installed: weakref.WeakSet[GradientAveraging] = weakref.WeakSet()
+installed: weakref.WeakSet[GradientAveraging] = weakref.WeakSet()
 
 O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are
 
@@ -150,9 +158,9 @@ class GradientAveraging:
     Attributes:
         settings: settings of the exchange.
         exchange: averages the gradients; None until the optimizer's variables are known.
-        is_compared: whether a `fit` without `BroadcastCallback` has compared the ranks' weights after its first step.
+        checks: what passes compare among the ranks.
+        starts_equal: whether the ranks' weights are known to have been equal, so that parts of them fit together.
         sharded: divides the optimizer among the ranks; None if each has all of it.
-        weights: compares them among the ranks.
     """
 
     def __init__(
@@ -167,7 +175,7 @@ class GradientAveraging:
         sizes = BucketSizes(bucket_bytes).checked()
         self.optimizer = optimizer
         self.exchange: Exchange | None = None
-        self.is_compared = False
+        self.checks, self.starts_equal = KerasChecks(self._checksums, self._options), False
         self.settings = Settings(
             f"gradients {next(_numbers)}",
             sizes._replace(first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes)),
@@ -175,8 +183,8 @@ class GradientAveraging:
             error_feedback,
             self.accumulation_steps > 1,
             overlap,
-            call_if_alive(weakref.WeakMethod(self.rate)),
-            call_if_alive(weakref.WeakMethod(self._compare_in_step)),
+            call_weakly(self.rate),
+            self.checks,
         )
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
@@ -188,7 +196,6 @@ class GradientAveraging:
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
         self._patch: Patch | None = None
         self._is_averaged = False  # while `stateless_apply` calls `apply`
-        self.weights = WeightComparison(optimizer)
         self.sharded = sharded(optimizer, shard_optimizer)
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
 
@@ -212,14 +219,14 @@ class GradientAveraging:
         if self._patch is None:
             methods = {name: backend().opaque(getattr(self, name)) for name in ("apply", "stateless_apply")}
             self._patch = Patch(self.optimizer, **methods, **{AVERAGING: self})
-            _installed.add(self)
+            installed.add(self)
 
     def remove(self) -> None:
         """Restore the instance's methods and release memory and communicator."""
         if self._patch is not None:
             self._patch.restore()
             self._patch = None
-            _installed.discard(self)
+            installed.discard(self)
         self.release()
 
     def _original(self, name: str) -> Callable[..., Any]:
@@ -254,7 +261,8 @@ class GradientAveraging:
         with constructed_by_all(f"preparing {self.settings.name}"):
             entries = [describe_gradient(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
-            check_equal_optimizers(self.optimizer, self.exchange.communicator)
+            with backend().at_once():
+                check_equal_optimizers(self.optimizer, self.exchange.communicator)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average, then update. Replaces the optimizer's `apply`, with the same arguments."""
@@ -277,7 +285,7 @@ class GradientAveraging:
         if self.sharded is not None:
             self.sharded.check_is_known()
         if self.accumulation_steps == 1:
-            grads = self.average(list(grads), self.variables, self.rate_among(optimizer_variables))
+            grads = self.average(list(grads), self.variables, self.rate(optimizer_variables))
             self._is_averaged = True
         try:
             return self._original("stateless_apply")(optimizer_variables, grads, trainable_variables)
@@ -288,35 +296,49 @@ class GradientAveraging:
         """Update with gradients that are already averaged."""
         self._original("apply")(averages, variables)
 
-    def _rate_variables(self) -> list[Any]:
-        """The variables of the learning rates; none where schedules compute them or sharded updates compare them."""
+    def rate(self, optimizer_variables: Sequence[Any] | None = None) -> Any:
+        """The value to be compared among the ranks: the learning rate, or the sum of several.
+
+        Args:
+            optimizer_variables: the values of the optimizer's variables, in a step that gets them.
+
+        Returns:
+            None where schedules compute the rates, or sharded updates compare them.
+        """
         # Keras 3.15.1, optimizers/base_optimizer.py:777.
-        rates = [one._learning_rate for one in updating_optimizers(self.optimizer)]
-        return [rate for rate in rates if isinstance(rate, keras.Variable) and self.sharded is None]
-
-    def rate(self) -> Any:
-        """The value to be compared among the ranks: the learning rate, or the sum of several; None for schedules."""
-        return sum_of([variable.value for variable in self._rate_variables()])
-
-    def rate_among(self, optimizer_variables: Sequence[Any]) -> Any:
-        """The same in a step that gets the values of all variables."""
-        wanted = self._rate_variables()
-        pairs = zip(self.optimizer.variables, optimizer_variables, strict=False)
-        return sum_of([value for variable, value in pairs if any(variable is rate for rate in wanted)])
+        rates = [one._learning_rate for one in updating_optimizers(self.optimizer) if self.sharded is None]
+        rates = [rate for rate in rates if isinstance(rate, keras.Variable)]
+        if optimizer_variables is None:
+            values = [rate.value for rate in rates]
+        else:
+            pairs = zip(self.optimizer.variables, optimizer_variables, strict=False)
+            values = [value for variable, value in pairs if any(variable is rate for rate in rates)]
+        return functools.reduce(operator.add, values) if values else None
 
     def average(self, gradients: list[Any], variables: list[Any], rate: Any = None) -> list[Any]:
         """Average the gradients of these variables; None stays None. `rate` is compared among the ranks."""
-        reject_before_joining()
+        if current().is_joining:  # and would train alone
+            raise ArgumentError(
+                "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
+                'with on_failure="replace", train by model.fit(callbacks=[BroadcastCallback()]), or make a '
+                "ring_plugins.keras.TrainingState before the loop, and call commit() at the beginning of each epoch."
+            )
         self._is_watched = self._is_watched or watch_fit(self)
         self.prepare(self.variables if self.optimizer.built else variables)
         assert self.exchange is not None
-        if self.sharded is not None and not self.weights.is_equal:
-            self.weights.before_first_step(self._variables, self.exchange.communicator)
+        if self.sharded is not None and not self.starts_equal:
+            self.starts_equal = True
+            with backend().at_once():
+                check_equal_starts(self._variables, self.exchange.communicator)
         with rejections_told(self.exchange.communicator, "averaging gradients"):
             try:
                 indices = [self._indices[id(variable)] for variable in variables]
             except KeyError:
-                raise self._unknown_variable(variables) from None
+                unknown = next(variable for variable in variables if id(variable) not in self._indices)
+                raise ArgumentError(
+                    f"variable {getattr(unknown, 'path', unknown)!r} is not among those the optimizer was built for; "
+                    "use a separate optimizer for it."
+                ) from None
             present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
             self._check_dtypes(present)
             if self.accumulation_steps > 1:
@@ -325,11 +347,14 @@ class GradientAveraging:
                 averages = self.exchange.average(present, rate)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
-    def _compare_in_step(self) -> None:
-        """Compare weights where that is due; see `WeightComparison.after_step`."""
-        assert self.exchange is not None
-        used = [self._variables[i] for i in sorted(self._dtypes)]
-        self.weights.after_step(self.passes - 1, used, self.exchange.communicator)
+    def _checksums(self) -> tuple[list[str], list[int]]:
+        """Those of the variables that have gradients; of all before it is known which have."""
+        with backend().at_once():
+            return checksums_of([self._variables[i] for i in sorted(self._dtypes or range(len(self._variables)))])
+
+    def _options(self) -> list[Options]:
+        with backend().at_once():
+            return [options_of(self.optimizer)]
 
     def _check_dtypes(self, gradients: dict[int, Any]) -> None:
         """Reject gradients of another dtype than their variable's, whose bytes the buckets would misread."""
@@ -394,23 +419,6 @@ class GradientAveraging:
         found = getattr(self.optimizer, "_trainable_variables", None) or getattr(inner, "_trainable_variables", None)
         return list(found or ())
 
-    def _unknown_variable(self, variables: list[Any]) -> ArgumentError:
-        variable = next(variable for variable in variables if id(variable) not in self._indices)
-        return ArgumentError(
-            f"variable {getattr(variable, 'path', variable)!r} is not among those the optimizer was built for; use a "
-            "separate optimizer for it."
-        )
-
-
-def sum_of(values: list[Any]) -> Any:
-    """Their sum; None if there are none."""
-    return functools.reduce(operator.add, values) if values else None
-
-
-def call_if_alive(method: weakref.WeakMethod[Callable[[], Any]]) -> Callable[[], Any]:
-    """A function that calls a method while its object lives, and returns None afterwards."""
-    return lambda: None if (found := method()) is None else found()
-
 
 def averaging_of(optimizer: Any) -> GradientAveraging | None:
     """The averaging installed on this optimizer."""
@@ -421,11 +429,6 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
 def averagings_of(model: Any) -> list[GradientAveraging]:
     """Those of a model's optimizers."""
     return list(filter(None, map(averaging_of, optimizers_of(model))))
-
-
-def averaging_optimizers() -> list[Any]:
-    """All optimizers of this process that average."""
-    return [averaging.optimizer for averaging in _installed]
 
 
 def not_sharded(optimizer: Any) -> ArgumentError:

@@ -148,5 +148,5 @@ class BatchMoments:
         return (float(share) * np.stack([by_mean + 2 * mean_offset * by_variance, by_variance])).astype(own.dtype)
 
     def _wait(self, function: Callable[[], None]) -> None:
-        """Call a collective. TensorFlow does so in a thread of its own, and the script waits: deadlocks count."""
+        # TensorFlow calls this in a thread of its own, and the script waits: deadlocks count.
         self._communicator.run_synchronously("batch normalization of all ranks' batches", function)

@@ -12,6 +12,7 @@ from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.averaging import BUCKET_BYTES, averagings_of
+from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.learning_rate import warn_of_steps
 from ring_plugins.keras.rates import forget_last_rate
@@ -161,8 +162,8 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._epoch = self._fit = None
-        if self._model.optimizer is not None:
-            forget_last_rate(self._model.optimizer)
+        for optimizer in [] if self._model.optimizer is None else updating_optimizers(self._model.optimizer):
+            forget_last_rate(optimizer)
         for fit in fits_of(self.model):  # an exception that the script keeps may keep an interrupted one alive
             fit.abandon()
         if connect().topology.size > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,13 +22,11 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap, replaces
-from ring_plugins.keras.consistency import LossWatch, by_rank, check_equal_after_losses
+from ring_plugins.keras.consistency import KerasChecks, check_equal_after_losses
 from ring_plugins.observe.consistency import COUNT, bits_of, checksum, differ
 
 T = TypeVar("T")
 
-#: Bytes of a cache line. TensorFlow needs no copy of an array that starts on one.
-_LINE = 64
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
 _NOTHING = np.empty(0)
@@ -52,8 +49,12 @@ class HostBuckets:
         compression: how gradients are compressed between hosts; None sends them as they are.
         in_place: whether large gradients may be overwritten.
         overlap: whether buckets are reduced while others are still to come; see `choose_overlap`.
+        checks: what passes compare among the ranks.
 
     Construction is collective.
+
+    Attributes:
+        checks: as given.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -67,12 +68,13 @@ class HostBuckets:
         compression: Compression | None = None,
         in_place: bool = False,
         overlap: Wanted = "auto",
+        checks: KerasChecks | None = None,
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, sizes, COUNT)  # whether the learning rates differ: see `observe.consistency`
+        self.plan = FusionPlan(entries, sizes, COUNT)  # the control numbers: see `observe.consistency`
         self.plan.check_equal(communicator)
-        self._rate: float | None = None
+        self.checks = checks or KerasChecks()
         self._buffer = FusionBuffer(self.plan, communicator)
         if replaces():  # a process that joins has seen none of the steps that "auto" measures
             overlap = chosen_overlap(overlap) is True
@@ -80,7 +82,6 @@ class HostBuckets:
         chosen = choose_overlap(overlap, has_room, communicator)
         self.reducer = GradientReducer(self._buffer, communicator, compression=compression, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
-        self._losses = LossWatch()
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry: a part of a bucket, or for a large gradient memory that is set in each pass.
@@ -96,10 +97,9 @@ class HostBuckets:
                     self._averages[i] = memory.array[offset : offset + count]
                 elif not in_place:
                     self._lent[i] = LentMemory(count * memory.array.itemsize)
-
-    def follow_rate(self, rate: float) -> None:
-        """Compare the learning rate of this pass among the ranks; call it before `give`."""
-        self._rate = rate
+        last = self.plan.buckets[-1]
+        start = last.flags + len(last.entries)
+        self._control: Array = self._buffer.memories[-1].array[start : start + COUNT]
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Add gradients that are complete.
@@ -129,18 +129,20 @@ class HostBuckets:
             gradient itself if that is large, and otherwise memory that the next pass overwrites.
 
         Raises:
-            MismatchError: a variable has a gradient on some ranks only, or their learning rates differ.
+            MismatchError, DriftError: a variable has a gradient on some ranks only, or the checks say so.
             PeerFailed: another rank is gone.
         """
-        forms, rate = self._forms, self._rate
+        forms = self._forms
         try:
             with rejections_told(self._communicator, "filling buckets"):
                 self.reducer.finish(self._fill)
         finally:
-            self._given, self._forms, self._rate = {}, {}, None
+            self._given, self._forms = {}, {}
         self._check_flags(forms)
-        self._check_rate(rate)
-        if self._losses.has_changed():
+        self.checks.note_compared()
+        if differ(self._control.tolist()):
+            self.checks.say(self._communicator)
+        if self.checks.follow_members():
             names = [entry.name for entry in self.plan.entries]
             check_equal_after_losses(
                 lambda: (names, [checksum(average) for average in self._averages]), self._communicator
@@ -174,8 +176,7 @@ class HostBuckets:
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         if bucket.index == len(self.plan.buckets) - 1:
-            own = 0 if self._rate is None else bits_of(zlib.crc32(np.float32(self._rate).tobytes()))
-            np.multiply(own, one, out=self._control(), casting="unsafe")
+            np.multiply(bits_of(self.checks.number()), one, out=self._control, casting="unsafe")
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)
@@ -200,23 +201,6 @@ class HostBuckets:
                 direct.append(HostMemory(average, bucket.dtype, source))
         return direct
 
-    def _control(self) -> Array:
-        bucket = self.plan.buckets[-1]
-        start = bucket.flags + len(bucket.entries)
-        control: Array = self._buffer.memories[-1].array[start : start + COUNT]
-        return control
-
-    def _check_rate(self, rate: float | None) -> None:
-        if not differ(self._control().tolist()):
-            return
-        rates = self._communicator.all_gather_object(rate, "learning rate")
-        found = by_rank([f"{one:.7g}" for one in rates], self._communicator.ranks)
-        raise MismatchError(
-            f"learning rates differ among ranks ({found}), so equal gradients would become different updates. Has a "
-            "rank set its rate by a loss that is only its own? Decide by what is equal on all ranks, such as "
-            "ring_plugins.all_reduce(loss); in fit(), add MetricAverageCallback()."
-        )
-
     def _check_flags(self, given: Container[int]) -> None:
         """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge.
 
@@ -239,18 +223,13 @@ def call_weakly(method: Callable[..., T]) -> Callable[..., T]:
     def call(*args: Any) -> T:
         found = weak()
         if found is None:
-            raise averaging_is_over()
+            raise RingError(
+                "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
+                "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
+            )
         return found(*args)
 
     return call
-
-
-def averaging_is_over() -> RingError:
-    """The error of a compiled step that outlived its averaging."""
-    return RingError(
-        "this compiled step averages with an optimizer that does so no longer, since its fit() is over or "
-        "undistribute() was called. Compile the step anew: model.make_train_function(force=True)."
-    )
 
 
 def unequal_gradients(is_here: bool, name: str) -> MismatchError:
@@ -259,10 +238,3 @@ def unequal_gradients(is_here: bool, name: str) -> MismatchError:
         f"this rank has {'a' if is_here else 'no'} gradient for {name}, unlike other ranks. All ranks must compute "
         "gradients for the same variables in the same step."
     )
-
-
-def aligned(count: int, dtype: np.dtype[Any]) -> Array:
-    """Allocate memory that starts on a cache line."""
-    memory = np.empty(count * dtype.itemsize + _LINE, np.uint8)
-    start = -memory.ctypes.data % _LINE
-    return memory[start : start + count * dtype.itemsize].view(dtype)

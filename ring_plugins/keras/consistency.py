@@ -1,40 +1,48 @@
 """Whether all ranks still train the same model in the same way.
 
 Averaged gradients keep weights equal only if they were equal before, and if nothing else changes them on one rank:
-noise behind the averages, an option that one rank changes, a callback that sets weights. So the ranks compare
+noise behind the averages, an option that one rank changes, a callback that sets weights. What the ranks compare is a
+list of checks (`ring_plugins.observe.consistency`), whose numbers travel with what the ranks exchange anyway:
 
-- their optimizers' options, when a model's gradients are averaged for the first time;
-- their weights, before the first step if parts of them are put together, and after it;
-- weights and options after 2, 4, 8... steps, which reads all weights, but so seldom that it cannot be measured;
-- learning rates at the end of each epoch, and weights and what callbacks have decided at the end of `fit`;
-- weights after ranks were lost or have joined. The survivors average the step's gradients once more, from the memory in
-  which the framework or `SavedInputs` still has them (core/gradients/reducer.py), so a compiled step notices
-  nothing.
+- with the gradients of each pass: the learning rate, and after 1, 2, 4, 8... steps weights and options;
+- in a `fit` with `BroadcastCallback` with the exchange behind each step and epoch (`SynchronizedStop`), on all backends
+  alike: weights and options after the same steps, and before they are saved, and the learning rates of each epoch.
+
+A step that JAX compiles cannot read variables. In a `fit` they are read between two steps, and their number travels
+with the gradients of the next. Other loops on JAX compare learning rates only.
+
+Three things are compared at once: optimizers' options when a model's gradients are averaged for the first time; weights
+after ranks were lost or have joined; and what callbacks have decided and set when `fit` ends. The survivors of a loss
+average the step's gradients once more, from the memory in which the framework or `SavedInputs` still has them
+(core/gradients/reducer.py), so a compiled step notices nothing.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from ring_plugins.core.base.errors import DriftError, MismatchError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.world import current
-from ring_plugins.keras.backends import backend
+from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import (
     SWITCH,
+    Checks,
     Checksums,
     checksum,
     differing_weights,
     is_check_wanted,
-    is_compared_after,
-    membership_changes,
+    what_differs,
 )
+
+#: The class and options of an optimizer, as texts by name; None where they cannot be known.
+Options = dict[str, str] | None
 
 #: Why weights may differ, if nothing else is known.
 _LIKELY_CAUSES = (
@@ -42,6 +50,10 @@ _LIKELY_CAUSES = (
     "noise or clipping behind the averages, a condition that is true on some ranks only, an optimizer that draws "
     "random numbers, or a memory error. Continue from a checkpoint, or broadcast the weights of a rank you trust. "
     f"{SWITCH}"
+)
+_OTHER_STARTS = (
+    "Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
+    "ring_plugins.keras.broadcast_variables(model) before the first step, if the ranks began with different weights."
 )
 #: What a callback decides from the numbers that its rank sees, by class.
 _DECISIONS = {
@@ -58,18 +70,6 @@ def all_equal(values: Sequence[Any]) -> bool:
 def by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
     """Values of ranks, in words."""
     return ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
-
-
-class LossWatch:
-    """Notices once that ranks were lost or have joined, at a place to which all ranks come."""
-
-    def __init__(self) -> None:
-        self._view = membership_changes()
-
-    def has_changed(self) -> bool:
-        """Whether ranks were lost or have joined since the last call."""
-        before, self._view = self._view, membership_changes()
-        return self._view != before
 
 
 def check_equal_after_losses(checksums: Checksums, communicator: Communicator[Any]) -> None:
@@ -89,94 +89,159 @@ def checksums_of(variables: Sequence[Any]) -> tuple[list[str], list[int]]:
     return [variable.path for variable in variables], list(map(checksum, values))
 
 
-class WeightComparison:
-    """Compares the weights that one optimizer updates, before its first step and after some of the others.
+class Rates:
+    """The learning rates of the next update, as one of the checks.
 
     Attributes:
-        is_equal: whether the ranks' weights are known to be equal, so that parts of them fit together.
-        is_wanted: whether steps compare weights; a `BroadcastCallback` does so between them.
+        number: see `Check`; None where none is taken: schedules compute them, or sharded updates compare them.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.is_equal, self.is_wanted = False, True
-        self._start = 0  # a checksum of the weights in the first step
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._rates: tuple[float, ...] = ()
 
-    def before_first_step(self, variables: Sequence[Any], communicator: Communicator[Any]) -> None:
-        """Check that all ranks begin with the same weights, since parts of different models would be put together.
+    def take(self, *rates: float) -> None:
+        """Compare these next."""
+        self._rates, self.number = rates, zlib.crc32(np.array(rates, np.float32).tobytes())
 
-        Raises:
-            MismatchError: they do not.
-        """
-        self.is_equal = True
-        with backend().at_once():
-            if any(variable._value is None for variable in variables):  # during `fit` on JAX Keras has them elsewhere
-                return
-            found = differing_weights(lambda: checksums_of(variables), "before the first step", communicator)
-        if found:
-            raise MismatchError(
-                f"{found} A sharded optimizer would put parts of different models together. Call "
-                "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() to "
-                "fit(callbacks=...)."
-            )
-
-    def after_step(self, steps: int, used: Sequence[Any], communicator: Communicator[Any]) -> None:
-        """Compare them where that is due, in a step that runs eagerly or in a host call of one; else do nothing.
-
-        Args:
-            steps: before this one.
-            used: variables that have gradients.
-            communicator: of all ranks.
-
-        Raises:
-            DriftError, MismatchError: as for `check_drift`.
-        """
-        if not self.is_wanted or not (steps <= 0 or is_compared_after(steps)) or not is_check_wanted():
+    def say(self, communicator: Communicator[Any]) -> None:
+        """See `Check`."""
+        told = communicator.all_gather_object(self._rates, "learning rates")
+        if all_equal(told):
             return
-        if current().recovers or membership_changes():  # ranks that have come later have taken other numbers of steps
-            return
-        with backend().at_once():
-            if steps <= 0:
-                self._start = zlib.crc32(repr(checksums_of(used)[1]).encode())  # sent only if weights differ later
-                return
-            try:
-                check_drift(lambda: checksums_of(used), [self._optimizer], f"after {steps} steps", communicator)
-            except DriftError as error:
-                if len(set(communicator.all_gather_object(self._start))) == 1:
-                    raise
-                raise DriftError(
-                    f"{str(error).split('. ')[0]}. The ranks began with different weights: call "
-                    "ring_plugins.keras.broadcast_variables(model) before the first step, or add BroadcastCallback() "
-                    f"to fit(callbacks=...). {SWITCH}"
-                ) from None
+        texts = [", ".join(f"{rate:.7g}" for rate in rates) or "none" for rates in told]
+        raise MismatchError(
+            f"learning rates differ among ranks ({by_rank(texts, communicator.ranks)}), so equal gradients would "
+            "become different updates. Has a rank set its rate by a loss that is only its own, as ReduceLROnPlateau "
+            "does? Decide by what is equal on all ranks, such as ring_plugins.all_reduce(loss); in fit(), add "
+            "MetricAverageCallback()."
+        )
 
 
-def check_drift(checksums: Checksums, optimizers: Sequence[Any], when: str, communicator: Communicator[Any]) -> None:
-    """Check that weights and options are the same on all ranks; collective. RING_WEIGHT_CHECK=0 switches it off.
+class Weights:
+    """The weights that are trained and the options of their optimizers, as one of the checks.
 
     Args:
-        checksums: returns those of this rank's weights.
-        optimizers: whose options are compared.
-        when: begins the text of the error, such as "after the 4th step".
-        communicator: of all ranks.
+        checksums: returns names and checksums of this rank's weights.
+        options: returns those of their optimizers; called afterwards, since on JAX `checksums` gives the optimizer's
+            variables their values, too.
+        start: a checksum of the weights before the first step, None if it is not known yet.
 
-    Raises:
-        DriftError: the weights differ; raised on all ranks.
-        MismatchError: only options differ; raised on all ranks.
+    Attributes:
+        number: see `Check`; None where no comparison is due.
+        is_readable: whether a pass can read them.
+        has_told: whether a warning has said that they differ.
     """
 
-    def with_options() -> tuple[list[str], list[int]]:
-        names, sums = checksums()  # first, since on JAX it gives the optimizer's variables their values, too
-        return [*names, "options"], [*sums, zlib.crc32(repr(list(map(_options_of, optimizers))).encode())]
+    def __init__(self, checksums: Checksums, options: Callable[[], list[Options]], start: int | None = None) -> None:
+        self.number: int | None = None
+        self.is_readable, self.has_told = True, False
+        self._checksums, self._options, self._start = checksums, options, start
+        self._when, self._warns, self._names = "", False, list[str]()
+        self._read: tuple[list[int], list[Options]] | None = None
 
-    if not differing_weights(with_options, when, communicator):
+    def begin(self) -> None:
+        """Read them before the first step: sent only if they differ later."""
+        self._start = zlib.crc32(repr(self._checksums()[1]).encode())
+
+    def look(self, when: str, warns: bool = False) -> None:
+        """Read them, to be compared next.
+
+        Args:
+            when: begins the text about a difference, such as "after 4 steps".
+            warns: whether a difference is a warning on rank 0, and no error.
+        """
+        names, sums = self._checksums()
+        self._when, self._warns, self._names = when, warns, list(names)
+        self._read = list(sums), self._options()
+        self.number = zlib.crc32(repr(self._read).encode())
+
+    def say(self, communicator: Communicator[Any]) -> None:
+        """See `Check`. It says of what was read, since a compiled step cannot read again."""
+        told = communicator.all_gather_object((self._start, self._read), "weights that differ")
+        starts, read = zip(*told, strict=True)
+        if None in read:  # a process that has just joined
+            return
+        sums, options = zip(*read, strict=True)
+        different = differing_options(options, communicator.ranks)
+        if all(of_rank == sums[0] for of_rank in sums):
+            if different:
+                raise MismatchError(f"{different}, so their weights would drift apart. Set the same on all ranks.")
+            return
+        cause = _cause(different) or _LIKELY_CAUSES
+        if len(set(starts)) > 1 or None in starts:
+            cause = f"{_OTHER_STARTS} {SWITCH if None not in starts else cause}"
+        text = f"{self._when} {what_differs(self._names, sums, communicator.ranks)}. {cause}"
+        if not self._warns:
+            raise DriftError(text)
+        self.has_told = True
+        if communicator.rank == 0:
+            logger.warning(text)
+
+
+class KerasChecks(Checks):
+    """What the passes of one optimizer compare, or the exchanges of a `fit`.
+
+    Args:
+        checksums, options, start: as for `Weights`; nothing by default.
+        reads_in_pass: whether passes read the weights where that is due; a `BroadcastCallback` does so between them.
+
+    Attributes:
+        rates, weights: two of the checks.
+        reads_in_pass: as given.
+    """
+
+    def __init__(
+        self,
+        checksums: Checksums = lambda: ((), ()),
+        options: Callable[[], list[Options]] = list,
+        start: int | None = None,
+        reads_in_pass: bool = True,
+    ) -> None:
+        super().__init__(current().elastic if is_initialized() else None)
+        self.rates, self.weights = Rates(), Weights(checksums, options, start)
+        self.list += [self.rates, self.weights]
+        self.reads_in_pass = reads_in_pass
+
+    def number(self) -> int:
+        """A checksum of all numbers of this rank."""
+        is_due = self.reads_in_pass and self.weights.is_readable and self.weights.number is None
+        if is_due and (self.is_due or not self.passes) and is_check_wanted():
+            self.look(self.passes)
+        return super().number()
+
+    def look(self, steps: int) -> None:
+        """Read the weights after so many steps."""
+        if steps == 0:
+            self.weights.begin()
+        else:
+            self.weights.look("after the first step" if steps == 1 else f"after {steps} steps", warns=steps == 1)
+
+    def note_compared(self) -> None:
+        """See the base class; what was read for one pass says nothing about the next."""
+        super().note_compared()
+        self.rates.number = self.weights.number = None
+
+    def compare(self, communicator: Communicator[Any]) -> None:
+        """End a pass that carries no numbers, on GPUs: where weights are due, compare them at once. Collective then."""
+        is_due, number = self.is_due, self.number()
+        self.note_compared()
+        if is_due and len(set(communicator.all_gather_object(number, "numbers that differ"))) > 1:
+            self.say(communicator)
+
+
+def check_equal_starts(variables: Sequence[Any], communicator: Communicator[Any]) -> None:
+    """Check that all ranks begin with the same weights, since parts of different models would be put together.
+
+    Raises:
+        MismatchError: they do not.
+    """
+    if any(variable._value is None for variable in variables):  # during `fit` on JAX Keras has them elsewhere
         return
-    found = differing_weights(checksums, when, communicator)
-    options = _differing_options(optimizers, communicator)
-    if found:
-        raise DriftError(f"{found} {_cause(options) or _LIKELY_CAUSES}")
-    if options:
-        raise MismatchError(f"{options}, so their weights would drift apart. Set the same on all ranks.")
+    if found := differing_weights(lambda: checksums_of(variables), "before the first step", communicator):
+        raise MismatchError(
+            f"{found} A sharded optimizer would put parts of different models together. {_OTHER_STARTS}"
+        )
 
 
 def check_end_of_fit(
@@ -196,50 +261,31 @@ def check_end_of_fit(
     Raises:
         DriftError: the weights differ.
     """
-    own = _decisions_of(callbacks.callbacks if callbacks is not None else ())
-    found = _differing_decisions(communicator.all_gather_object(own, "end of epoch"), communicator.ranks)
+    own = {
+        f"{type(callback).__name__}.{name}": vars(callback).get(name)
+        for callback in ([] if callbacks is None else callbacks.callbacks)
+        for kind, names in _DECISIONS.items()
+        if isinstance(callback, kind)
+        for name in names
+    }
+    told = communicator.all_gather_object(own, "end of epoch")
+    decided = []
+    for name in dict.fromkeys(name for made in told for name in made):  # among the ranks that have made it
+        made = {rank: of_rank[name] for rank, of_rank in zip(communicator.ranks, told, strict=True) if name in of_rank}
+        if not all_equal([*made.values()]):
+            decided.append(f"{name} ({by_rank([*made.values()], [*made])})")
+    found = ", ".join(decided)
     remedy = (
         "Callbacks that watch a metric see that of their own rank's data: add MetricAverageCallback() on all ranks."
     )
     differs = checksums and differing_weights(checksums, "when fit() ended", communicator)
     if differs:
-        cause = _cause(_differing_options(optimizers, communicator)) or f"{_LIKELY_CAUSES} {remedy}"
+        told = communicator.all_gather_object(list(map(options_of, optimizers)), "optimizers")
+        cause = _cause(differing_options(told, communicator.ranks)) or f"{_LIKELY_CAUSES} {remedy}"
         if found:
             cause = f"Callbacks decided differently: {found}. {remedy}"
         raise DriftError(f"{differs} {cause}")
     return found and f"callbacks decided differently on the ranks: {found}. {remedy}"
-
-
-def warn_if_different(checksums: Checksums, when: str, communicator: Communicator[Any], is_here: bool) -> bool:
-    """Warn, where `is_here`, if the ranks' weights differ although their gradients are averaged; returns whether so."""
-    found = differing_weights(checksums, when, communicator)
-    if found and is_here:
-        logger.warning(
-            f"{found} A rank made a different update: a train_step or an optimizer that draws random numbers, or "
-            f"weights that no averaged optimizer updates. {SWITCH}"
-        )
-    return bool(found)
-
-
-def _decisions_of(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """What callbacks have decided on this rank, by a name for each."""
-    return {
-        f"{type(callback).__name__}.{name}": vars(callback).get(name)
-        for callback in callbacks
-        for kind, names in _DECISIONS.items()
-        if isinstance(callback, kind)
-        for name in names
-    }
-
-
-def _differing_decisions(of_ranks: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
-    """Those that differ among the ranks that have made them, in words; "" if none does."""
-    found = []
-    for name in dict.fromkeys(name for made in of_ranks for name in made):
-        made = {rank: decisions[name] for rank, decisions in zip(ranks, of_ranks, strict=True) if name in decisions}
-        if not all_equal([*made.values()]):
-            found.append(f"{name} ({by_rank([*made.values()], [*made])})")
-    return ", ".join(found)
 
 
 def updating_optimizers(optimizer: Any) -> list[Any]:
@@ -249,19 +295,9 @@ def updating_optimizers(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
-def check_equal_learning_rates(optimizer: Any, communicator: Communicator[Any]) -> None:
-    """Check that the learning rate, or each of several, is the same on all ranks. Collective.
-
-    Raises:
-        MismatchError: the rates differ.
-    """
-    own = [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in updating_optimizers(optimizer)]
-    rates = communicator.all_gather_object(own[0] if len(own) == 1 else tuple(own), "learning rates")
-    if not all_equal(rates):
-        raise MismatchError(
-            f"learning rates differ among ranks: {rates}, in rank order. A callback such as ReduceLROnPlateau used "
-            "metrics of its own rank; add MetricAverageCallback()."
-        )
+def rates_of(optimizer: Any) -> list[float]:
+    """The learning rates of those that update."""
+    return [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in updating_optimizers(optimizer)]
 
 
 def check_equal_optimizers(optimizer: Any, communicator: Communicator[Any]) -> None:
@@ -272,36 +308,39 @@ def check_equal_optimizers(optimizer: Any, communicator: Communicator[Any]) -> N
     Raises:
         MismatchError: they differ.
     """
-    if found := _differing_options([optimizer], communicator):
+    told = communicator.all_gather_object([options_of(optimizer)], "optimizers")
+    if found := differing_options(told, communicator.ranks):
         raise MismatchError(f"{found}, so their weights would drift apart. Make the same optimizer on all ranks.")
 
 
 def _cause(options: str) -> str:
-    return options and f"The cause is likely that {options}. Set the same on all ranks."
+    return options and f"The cause is likely that {options}. Set the same on all ranks. {SWITCH}"
 
 
-def _differing_options(optimizers: Sequence[Any], communicator: Communicator[Any]) -> str:
-    """The first option that differs among ranks, as the beginning of a sentence; "" if none is known to. Collective."""
-    for own in map(_options_of, optimizers):
-        found = communicator.all_gather_object(own, "optimizers")
-        if None in found:
-            continue
-        for name in dict.fromkeys(name for options in found for name in options):
-            values = [options.get(name, "none") for options in found]
+def differing_options(told: Sequence[Sequence[Options]], ranks: Sequence[int]) -> str:
+    """The first option that differs among ranks, as the beginning of a sentence; "" if none is known to.
+
+    Args:
+        told: by rank and optimizer.
+        ranks: the ranks' numbers.
+    """
+    for found in zip(*told, strict=False):
+        known = [options for options in found if options is not None]
+        for name in dict.fromkeys(name for options in known for name in options) if len(known) == len(found) else ():
+            values = [options.get(name, "none") for options in known]
             if len(set(values)) > 1:
-                return f"the optimizer's {name} differs among ranks ({by_rank(values, communicator.ranks)})"
+                return f"the optimizer's {name} differs among ranks ({by_rank(values, ranks)})"
     return ""
 
 
-def _options_of(optimizer: Any) -> dict[str, str] | None:
+def options_of(optimizer: Any) -> Options:
     """The class and the options of an optimizer by name, those inside options too; None if they are not known now."""
     try:
-        with backend().at_once():
-            parts = getattr(optimizer, "optimizers", None)  # of a `MultiOptimizer`
-            if parts is None:
-                options = optimizer.get_config()
-            else:
-                options = {f"optimizers.{i}": _options_of(part) for i, part in enumerate(parts)}
+        parts = getattr(optimizer, "optimizers", None)  # of a `MultiOptimizer`
+        if parts is None:
+            options = optimizer.get_config()
+        else:
+            options = {f"optimizers.{i}": options_of(part) for i, part in enumerate(parts)}
     except Exception:  # of any framework: a value that is traced has no number, a rate may be any function
         return None
     return {"class": type(optimizer).__name__, **_flattened(options, "")}

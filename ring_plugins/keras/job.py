@@ -67,16 +67,13 @@ def restore_exceptions() -> Iterator[None]:
 
 def restored(error: BaseException) -> BaseException:
     """Return the captured exception behind a framework's `error`, or `error` itself if there is none."""
-    if not _captured or error is _captured[0] or not _comes_from_a_step(error):
+    # TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses.
+    packages = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    if not _captured or error is _captured[0] or packages.isdisjoint(("tensorflow", "jax", "jaxlib")):
         return error
     cause = _captured[0]
     _captured.clear()
     return cause
-
-
-def _comes_from_a_step(error: BaseException) -> bool:
-    """Whether a framework raised `error`: TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses."""
-    return any(kind.__module__.split(".")[0] in ("tensorflow", "jax", "jaxlib") for kind in type(error).__mro__)
 
 
 def _install_excepthook() -> None:
@@ -89,18 +86,11 @@ def _install_excepthook() -> None:
         cause = restored(error)
         previous(type(cause), cause, trace if cause is error else cause.__traceback__)
         if is_initialized() and current().topology.size > 1:
-            _exit_now()
+            # Without finalizing the interpreter: frameworks stop pipelines and threads there. That takes seconds, or
+            # forever if such a thread waits for the GIL. A failed job does not need it.
+            atexit._run_exitfuncs()
+            flush_output()
+            os._exit(1)
 
     _hooked.append(uncaught)
     sys.excepthook = uncaught
-
-
-def _exit_now() -> None:
-    """Run the exit functions and end this process without finalizing the interpreter.
-
-    Frameworks stop pipelines and threads during finalization. That takes seconds, or forever if such a thread waits for
-    the GIL. A failed job does not need it.
-    """
-    atexit._run_exitfuncs()
-    flush_output()
-    os._exit(1)

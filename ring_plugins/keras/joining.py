@@ -1,14 +1,17 @@
-"""A `fit` that a process joins in the place of a lost rank: `on_failure="replace"`.
+"""How a process joins in the place of a lost rank, with `on_failure="replace"`: in a `fit`, or in a loop around it.
 
-The process runs the script from its first line, and comes to `fit` while the others train. Everything that
-`BroadcastCallback` does at its beginning meets nobody: the process is a job of one until it joins, at the end of
-`on_train_begin`. The members let it join at the end of an epoch, when all other callbacks are done. There it gets their
-weights, the optimizer's variables and the number of the epoch, and `fit` begins with the next one.
+**Within one `fit`**, the process runs the script from its first line, and comes to `fit` while the others train.
+Everything that `BroadcastCallback` does at its beginning meets nobody: the process is a job of one until it joins, at
+the end of `on_train_begin`. The members let it join at the end of an epoch, when all other callbacks are done. There it
+gets their weights, the optimizer's variables and the number of the epoch, and `fit` begins with the next one.
 
 Callbacks know how training went: the best result, how long to wait, how fast to learn. Keras's have no interface for
 that, but keep it in attributes that are numbers, arrays and lists of them. These are copied, unless a script may have
 passed them to the constructor, and so are those of subclasses. Any other callback takes part if it has `state_dict` and
 `load_state_dict`. Shuffled parts of `shard` go on in the order that the others' have.
+
+**Between two calls of `fit`**, or in a loop without it, only the script knows where the others are. So it says where
+its own loop is, by a `TrainingState`, as with `ring_plugins.torch.TrainingState`.
 
 Considered and rejected: to join at the end of a batch. The number of the epoch is a local variable of `fit`, and so is
 the iterator over the data, which cannot be moved to a batch on every backend.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,43 +30,34 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.job import World
+from ring_plugins.core.joining.join import checksum_of, if_different
 from ring_plugins.core.joining.state_transfer import transfer_state
+from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
+from ring_plugins.keras.averaging import GradientAveraging, averaging_of, installed
+from ring_plugins.keras.consistency import check_equal_after_losses
+from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import go_on_in_orders, places_in_orders
-from ring_plugins.keras.state import SEED_STRIDE, broadcast_array, state_and_seeds, value_of
+from ring_plugins.keras.state import (
+    SEED_STRIDE,
+    broadcast_array,
+    build_optimizer,
+    optimizers_among,
+    state_and_seeds,
+    value_of,
+    weight_checksums,
+)
 from ring_plugins.keras.writers import HeldWriter
 
-
-def reject_before_joining() -> None:
-    """Refuse to average gradients in a process that has yet to join the others, and would train alone.
-
-    Raises:
-        ArgumentError: it is to take the place of a lost rank.
-    """
-    if current().is_joining:
-        raise ArgumentError(
-            "this process takes the place of a lost rank, and averages gradients before it has joined the others: with "
-            'on_failure="replace", train by model.fit(callbacks=[BroadcastCallback()]), or make a '
-            "ring_plugins.keras.TrainingState before the loop, and call commit() at the beginning of each epoch."
-        )
-
-
-def set_joins_between_fits() -> None:
-    """Let nobody join within a `fit` from now on: the script has a loop of its own (`TrainingState`)."""
-    _between_fits.append(current())
-
-
-def joins_within_fit() -> bool:
-    """Whether processes join at the end of an epoch."""
-    return current() not in _between_fits
-
-
-#: Worlds of which the script has a `TrainingState`.
-_between_fits: list[World] = []
+#: Jobs in which nobody joins within a `fit`, since the script has a loop of its own (`TrainingState`).
+joined_between_fits: list[World] = []
 
 
 def place_of_fit(params: dict[str, Any] | None, model: Any) -> str:
@@ -148,7 +143,8 @@ def _state_of(callback: Any) -> Any:
     if not _is_of_keras(callback):
         return None
     given = _parameters(type(callback))
-    return {name: value for name, value in vars(callback).items() if name not in given and _is_state(value)}
+    plain = {name: value for name, value in vars(callback).items() if name not in given and _is_plain(value)}
+    return {name: value for name, value in plain.items() if not isinstance(value, str)}  # which is where to write
 
 
 def _load_state(callback: Any, state: Any) -> None:
@@ -167,10 +163,6 @@ def _parameters(kind: type[Any]) -> set[str]:
     return {"params", *(name for one in constructors for name in inspect.signature(one).parameters)}
 
 
-def _is_state(value: Any) -> bool:
-    return _is_plain(value) and not isinstance(value, str)  # a string is where to write
-
-
 def _is_of_keras(callback: Any) -> bool:
     """Whether Keras defines its class, or one from which that derives, and not only `Callback` itself."""
     kinds = type(callback).__mro__
@@ -183,3 +175,156 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return value is None or isinstance(value, bool | int | float | str | np.generic | np.ndarray)
+
+
+class TrainingState(ListedState):
+    """Where a script with a loop of its own has come to; a process that replaces a lost rank gets it.
+
+        state = TrainingState(model, epoch=0)
+        for state.epoch in range(state.epoch, 12):
+            state.commit()
+            model.fit(..., callbacks=[BroadcastCallback()])
+
+    A loop without `fit` passes its optimizers, too: `TrainingState(model, optimizer=optimizer, epoch=0)`. On JAX, it
+    assigns the values that it has computed to the variables before it calls `commit`.
+
+    Create it on all ranks, before the loop. In a replacement, the constructor waits until the other ranks call
+    `commit`, and then gives models and optimizers their values and sets the attributes. No process joins within `fit`
+    then. It works with any `on_failure`; processes join only with "replace".
+
+    Args:
+        model: built, and compiled if it is to `fit`.
+        values: become attributes. Further models, and optimizers that are no attributes of a model, must be built, and
+            a new process gets their variables; anything else must be picklable, such as numbers that the script reads
+            and sets.
+
+    Raises:
+        ArgumentError: a name is taken or begins with an underscore, a value cannot be pickled, a model or an optimizer
+            is not built, or an optimizer that averages gradients is missing.
+        MismatchError: in a replacement, the script has come to another place, or models differ.
+    """
+
+    def __init__(self, model: Any, **values: Any) -> None:
+        world = connect()
+        self._parts = [model, *(value for value in values.values() if _is_part(value))]
+        self._names = [name for name, value in values.items() if not _is_part(value)]
+        super().__init__(values, self._names)
+        if not world.replaces:
+            return
+        self._build()
+        self._view = world.elastic.view
+        #: On JAX, at the last commit: each averaging's steps, its weights' values, and the optimizer's own count.
+        self._seen: dict[int, tuple[int, list[Any], Any]] = {}
+        self._check_assigned()
+        joined_between_fits.append(world)
+        if world.is_joining:
+            self._join("call TrainingState.commit()")
+            self._check_assigned()
+
+    def commit(self) -> None:
+        """Let waiting processes join here; call it on all ranks before each `fit`, or at the beginning of each epoch.
+
+        Raises:
+            MismatchError: after a process has joined, an integer of the state differs among ranks.
+            DriftError: after ranks were lost or joined, the weights differ in a loop without `fit`.
+            ArgumentError: an optimizer that averages gradients is missing in the state; or, on JAX, the values of the
+                last steps were not assigned to the variables.
+        """
+        world = current()
+        if not world.replaces or self._is_where_it_joined():
+            return
+        averaging = self._averaging()
+        self._check_assigned()
+        place = checksum_of(self._integers_of(self._names)) if self._has_joined else 0
+        flags = np.array([world.elastic.wants_change, place, -place], np.int64)
+        with purpose("TrainingState"):
+            world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
+        wants_change, largest, negated_smallest = flags.tolist()  # max(-place) is -min(place)
+        if wants_change:
+            world.elastic.change_members()
+        before, self._view = self._view, world.elastic.view
+        if before != self._view and averaging:
+            check_equal_after_losses(self._checksums, world.communicator)
+        if world.elastic.changes.untold:
+            world.elastic.tell_changes()
+        if self._let_join(added=True) or largest == -negated_smallest:
+            return
+        if differing := if_different(self._integers_of(self._names)):
+            raise MismatchError(
+                f"ranks are at different places of the training since a process has joined: {differing}. Begin the "
+                "loop with the numbers of the TrainingState, as in `for state.epoch in range(state.epoch, epochs)`, "
+                "and call commit() where an epoch begins."
+            )
+
+    def _described(self) -> str:
+        return f"{', '.join(self._names) or 'no values'} and {kind_of_state(*self._parts)}"
+
+    def _build(self) -> None:
+        """Make what the first steps would make later: variables of optimizers, and memory for their gradients."""
+        models = [part for part in self._parts if not isinstance(part, keras.optimizers.Optimizer)]
+        for model in models:
+            if not model.built:
+                raise ArgumentError(
+                    f"TrainingState: {model.name!r} must be built, so that a process that takes the place of a lost "
+                    "rank can get the weights: begin it with keras.Input(...), or call it once."
+                )
+            build_optimizer(model)
+        for optimizer in optimizers_among(self._parts):
+            if not optimizer.built:
+                raise ArgumentError(
+                    f"TrainingState: this {type(optimizer).__name__} must be built, so that a process that takes the "
+                    "place of a lost rank can get its momentum and the like: call "
+                    "optimizer.build(model.trainable_variables) before."
+                )
+        for averaging in self._averaging():
+            averaging.prepare(averaging.variables)
+
+    def _averaging(self) -> list[GradientAveraging]:
+        """Of the optimizers of this state; raises if others average, too."""
+        own = optimizers_among(self._parts)
+        for optimizer in [averaging.optimizer for averaging in installed]:
+            if not any(optimizer is one for one in own):
+                raise ArgumentError(
+                    f"TrainingState: a {type(optimizer).__name__} averages gradients and is not part of the state, so "
+                    "a process that takes the place of a lost rank would lack its momentum and the like. Pass it: "
+                    "TrainingState(model, optimizer=optimizer, ...)."
+                )
+        return list(filter(None, map(averaging_of, own)))
+
+    def _check_assigned(self) -> None:
+        """On JAX, check that variables have the values of the last steps, which a joiner is to get.
+
+        Arrays of JAX never change, so a variable that still has the same one was not assigned.
+        """
+        if keras.backend.backend() != "jax":
+            return
+        before, self._seen = self._seen, {}
+        for averaging in self._averaging():
+            optimizer, weights = averaging.optimizer, [variable._value for variable in averaging.variables]
+            count = optimizer.iterations._value.block_until_ready()  # JAX returns before a step is over
+            self._seen[id(averaging)] = averaging.passes, weights, count
+            passes, old_weights, old_count = before.get(id(averaging), self._seen[id(averaging)])
+            is_assigned = count is not old_count and any(map(operator.is_not, weights, old_weights))
+            if averaging.passes > passes and not is_assigned:
+                raise ArgumentError(
+                    "TrainingState.commit(): steps have averaged gradients, but the variables still have the values "
+                    "from before, which a process that takes the place of a lost rank would get. Assign what the last "
+                    "step has returned to model.trainable_variables, model.non_trainable_variables and "
+                    "optimizer.variables: `for variable, value in zip(...): variable.assign(value)`."
+                )
+
+    def _checksums(self) -> tuple[list[str], list[int]]:
+        found = [weight_checksums(part) for part in self._parts if not isinstance(part, keras.optimizers.Optimizer)]
+        return [name for names, _ in found for name in names], [value for _, values in found for value in values]
+
+    def _share(self, joined: tuple[int, ...]) -> None:
+        values = {name: getattr(self, name) for name in self._names}
+        found = share_state(self._parts, [], values, joined, current().communicator)
+        for name, value in (found or {}).items():
+            setattr(self, name, value)
+        self._has_joined = True
+
+
+def _is_part(value: Any) -> bool:
+    """Whether a new process gets its variables, and not the object."""
+    return isinstance(value, keras.Model | keras.optimizers.Optimizer)

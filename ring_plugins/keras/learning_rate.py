@@ -228,7 +228,7 @@ class LearningRateWarmupCallback(_RateCallback):
         self._is_over = state["is_over"]
 
     def _multipliers(self) -> tuple[float, float]:
-        """The multipliers of the base at the first step and after warm-up."""
+        """The multipliers of the base at the first step and after warm-up; Horovod's callback has others."""
         return 1.0, scale_for(self.scaling, connect().topology.size)
 
     def _multiplier(self, epoch: float) -> float | None:
@@ -248,7 +248,7 @@ class LearningRateWarmupCallback(_RateCallback):
         if self._rate is not None:
             self._rate.scale = full
             if self._is_over:  # others may have set the rate since
-                self._rate.rescale(self._optimizer, factor, self.momentum_correction)
+                self._rate.set(self._optimizer, factor, self.momentum_correction, of_base=False)
         if connect().topology.rank == 0 and factor != 1.0:
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
             logger.info(f"learning rate after warm-up: {factor:.3g} times what it was, for {ranks}")

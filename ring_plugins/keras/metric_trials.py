@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import random
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -46,19 +46,15 @@ class Trial:
         TensorFlow traces the first step, which builds Keras's list of metrics, after the first epoch's reset.
         """
         metric = self._metric()
-        for name in ("update_state", "reset_state"):
-            if name not in self._seen:
-                self._note_once(metric, name)
 
-    def _note_once(self, metric: Any, name: str) -> None:
-        original = getattr(metric, name)
-
-        def noting(*args: Any, **options: Any) -> Any:
+        def noting(name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
             vars(metric).pop(name, None)
             self._seen[name] = keras.tree.map_structure(_shape, (args, options))
             return original(*args, **options)
 
-        vars(metric)[name] = noting  # past Keras's `__setattr__`, which tracks what is assigned
+        for name in {"update_state", "reset_state"} - self._seen.keys():
+            # Past Keras's `__setattr__`, which tracks what is assigned.
+            vars(metric)[name] = functools.partial(noting, name, getattr(metric, name))
 
     def begin(self, is_met_alike: bool) -> list[Array]:
         """The state with which each rank begins to add, once it is known that the state is a sum; else nothing.
@@ -104,8 +100,15 @@ class Trial:
         return all(is_moved or np.array_equal(value_of(variable), begin) for variable, begin, is_moved in variables)
 
     def _try(self, metric: Any) -> bool:
+        begin: list[list[Array]] = []  # the state after `reset_state`, from the present one and from another
         try:
-            begin = [_begin(metric, offset) for offset in (0, 1)]
+            for offset in (0, 1):
+                mapping = [
+                    (variable, keras.ops.cast(variable + offset, variable.dtype)) for variable in metric.variables
+                ]
+                with keras.StatelessScope(state_mapping=mapping) as scope:
+                    metric.reset_state()
+                begin.append([copied(scope.get_current_value(variable)) for variable in metric.variables])
         except Exception:
             return False
         is_reset = [np.array_equal(one, other) for one, other in zip(*begin, strict=True)]
@@ -114,7 +117,7 @@ class Trial:
         generator = np.random.default_rng(0)
         for scales in ((1.0, 1.0), (1.0, 10.0), (1.0, 0.1), (1e3, 1e3)):
             try:
-                batches = [self._batch(generator, by) for by in (*scales, 1.0)]
+                batches = [_made_up(self._seen["update_state"], generator, scale) for scale in (*scales, 1.0)]
                 states = [start]
                 for args, options in batches[1:]:
                     states.append(_updated(metric, states[-1], args, options))
@@ -139,12 +142,6 @@ class Trial:
             self._start, self._is_reset, self._is_moved = start, is_reset, is_moved
         return any(is_moved)
 
-    def _batch(self, generator: np.random.Generator, scale: float) -> Any:
-        return keras.tree.map_structure(
-            lambda leaf: leaf.made_up(generator, scale) if isinstance(leaf, _Shape) else leaf,
-            self._seen["update_state"],
-        )
-
     def forget(self) -> bool:
         """Watch no longer; returns whether no update has been seen."""
         if (metric := self._metric()) is not None:
@@ -153,26 +150,25 @@ class Trial:
         return "update_state" not in self._seen
 
 
-@dataclasses.dataclass
-class _Shape:
-    """Of an argument, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def made_up(self, generator: np.random.Generator, scale: float) -> Any:
-        """A tensor of numbers from 0 to `scale`; of 0 and 1 if they are integers, which may be classes."""
-        value = (
-            generator.random(self.shape) * scale if "float" in self.dtype else generator.integers(2, size=self.shape)
-        )
-        return keras.ops.convert_to_tensor(value, dtype=self.dtype)
-
-
 def _shape(value: Any) -> Any:
     """The shape of a tensor, which may be symbolic, with 4 samples where that is unknown; any other argument itself."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
-    return _Shape(tuple(size or 4 for size in value.shape), keras.backend.standardize_dtype(value.dtype))
+    shape = tuple(size or 4 for size in value.shape)
+    return keras.KerasTensor(shape, keras.backend.standardize_dtype(value.dtype))
+
+
+def _made_up(arguments: Any, generator: np.random.Generator, scale: float) -> Any:
+    """Arguments with tensors of numbers from 0 to `scale`; of 0 and 1 if they are integers, which may be classes."""
+
+    def made_up(leaf: Any) -> Any:
+        if not isinstance(leaf, keras.KerasTensor):
+            return leaf
+        is_float = "float" in leaf.dtype
+        value = generator.random(leaf.shape) * scale if is_float else generator.integers(2, size=leaf.shape)
+        return keras.ops.convert_to_tensor(value, dtype=leaf.dtype)
+
+    return keras.tree.map_structure(made_up, arguments)
 
 
 def _updated(metric: Any, state: list[Array], args: Any, options: Any) -> list[Array]:
@@ -181,14 +177,6 @@ def _updated(metric: Any, state: list[Array], args: Any, options: Any) -> list[A
         for variable, value in zip(metric.variables, state, strict=True)
     ]
     return list(map(copied, metric.stateless_update_state(values, *args, **options)))
-
-
-def _begin(metric: Any, offset: int) -> list[Array]:
-    """The state after `reset_state`, from the present state plus an offset."""
-    mapping = [(variable, keras.ops.cast(variable + offset, variable.dtype)) for variable in metric.variables]
-    with keras.StatelessScope(state_mapping=mapping) as scope:
-        metric.reset_state()
-    return [copied(scope.get_current_value(variable)) for variable in metric.variables]
 
 
 @contextlib.contextmanager

@@ -8,12 +8,11 @@ shards, the mean AUC was 0.845, while all data gave 0.820.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +30,7 @@ from ring_plugins.keras.metric_trials import Trial, copied
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, expect_broadcast
 from ring_plugins.keras.state import value_of
-from ring_plugins.keras.synchronized_fit import synchronize_fit
+from ring_plugins.keras.synchronized_fit import fits_of
 from ring_plugins.keras.validation import check_equal
 from ring_plugins.keras.writers import show_on_one_rank
 
@@ -143,7 +142,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def _read(self, read: Any, logs: Any) -> Any:
         assert self._communicator is not None
-        synchronize_fit(self._model)  # if another rank is still in its epoch, all get an error that says so
+        for fit in fits_of(self._model):  # if another rank is still in its epoch, all get an error that says so
+            fit.synchronize_state()
         metrics = _flat(self._model.metrics)
         self._known |= {metric.name for metric in metrics} | set(logs if isinstance(logs, dict) else ())
         if unknown := [name for name in self.averaged if name not in self._known]:
@@ -152,45 +152,41 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 f"{', '.join(map(repr, sorted(self._known)))}."
             )
         averaged, starting_alike = self._averaged(metrics)
-        self._warn(averaged)
+        new = [metric.name for metric in averaged if metric.name not in self._warned | set(self.averaged)]
+        self._warned.update(new)
+        if new and self._communicator.rank == 0:
+            warnings.warn(
+                f"the state of {', '.join(new)} is not a sum, or cannot be tried, so the ranks' results are averaged "
+                "instead, which may differ from the result of all data.",
+                stacklevel=2,
+            )
         begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}
         summed = [metric for metric in metrics if metric not in averaged]
-        with self._averaging(averaged), _summed(summed, begins, self._communicator):
+        with contextlib.ExitStack() as stack:
+            for metric in averaged:
+                own = metric.result
+                average = lambda own=own: keras.tree.map_structure(self._mean, own())  # noqa: E731
+                stack.enter_context(replaced(metric, result=average))
+            stack.enter_context(_summed(summed, begins, self._communicator))
             result = read(logs)
             if result is not logs:  # results may be variables, or share their memory, which soon have own values again
                 return keras.tree.map_structure(copied, result)
         # Returned by the user's own train_step or test_step.
         return keras.tree.map_structure(self._mean, logs) if isinstance(logs, dict) else logs
 
-    @contextlib.contextmanager
-    def _averaging(self, metrics: list[Any]) -> Iterator[None]:
-        """Let these metrics return the average of the ranks' results inside this block."""
-        with contextlib.ExitStack() as stack:
-            for metric in metrics:
-                average = functools.partial(_mapped_result, self._mean, metric.result)
-                stack.enter_context(replaced(metric, result=average))
-            yield
-
     def _averaged(self, metrics: list[Any]) -> tuple[list[Any], list[Any]]:
         """The metrics whose state is not a sum, for any rank, and those that all ranks met alike. Collective."""
         assert self._communicator is not None
         trials = [self._trials.get(metric) for metric in metrics]
-        own = [
-            (metric.name in self.averaged or not self._is_sum(metric), trial is not None and trial.met)
-            for metric, trial in zip(metrics, trials, strict=True)
-        ]
+        own = []
+        for metric, trial in zip(metrics, trials, strict=True):
+            is_declared = all(variable.aggregation in (None, "sum") for variable in metric.variables)
+            is_sum = is_declared and (_is_of_keras(metric) or (trial is not None and trial.shows_sum()))
+            own.append((metric.name in self.averaged or not is_sum, trial is not None and trial.met))
         found = list(zip(*self._communicator.all_gather_object(own, "MetricAverageCallback"), strict=True))
         averaged = [metric for metric, ranks in zip(metrics, found, strict=True) if any(flag for flag, _ in ranks)]
         alike = [metric for metric, ranks in zip(metrics, found, strict=True) if len({met for _, met in ranks}) == 1]
         return averaged, alike
-
-    def _is_sum(self, metric: Any) -> bool:
-        if any(variable.aggregation not in (None, "sum") for variable in metric.variables):
-            return False
-        if _is_of_keras(metric):
-            return True
-        trial = self._trials.get(metric)
-        return trial is not None and trial.shows_sum()
 
     def _mean(self, value: Any) -> Any:
         """Average a number or an array over ranks; return anything else unchanged, and arrays of unequal shapes."""
@@ -205,21 +201,6 @@ class MetricAverageCallback(keras.callbacks.Callback):
         with purpose("average of metrics"):
             self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
         return float(numbers[0]) if array.size == 1 else numbers.reshape(array.shape)
-
-    def _warn(self, averaged: list[Any]) -> None:
-        assert self._communicator is not None
-        new = [metric.name for metric in averaged if metric.name not in self._warned | set(self.averaged)]
-        self._warned.update(new)
-        if new and self._communicator.rank == 0:
-            warnings.warn(
-                f"the state of {', '.join(new)} is not a sum, or cannot be tried, so the ranks' results are averaged "
-                "instead, which may differ from the result of all data.",
-                stacklevel=2,
-            )
-
-
-def _mapped_result(function: Callable[[Any], Any], result: Callable[[], Any]) -> Any:
-    return keras.tree.map_structure(function, result())
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ import keras
 import numpy as np
 
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.state import innermost, nested
 
 _ATTRIBUTE = "_ring_rate"
@@ -84,7 +83,7 @@ class Rate:
         elif not self._is_fitting:
             self.base = self._last = _number(optimizer._learning_rate)
         self.base = self.base if given is None else given
-        _forget(optimizer)
+        forget_last_rate(optimizer)
         self._is_fitting, self._corrects, self._optimizer = True, momentum_correction, weakref.ref(optimizer)
         vars(optimizer)["get_config"] = functools.partial(self._config, weakref.ref(optimizer))
         self.replace_saving(outer)
@@ -156,21 +155,17 @@ class Rate:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
-    def set(self, optimizer: Any, multiplier: float, momentum_correction: bool) -> None:
+    def set(self, optimizer: Any, multiplier: float, momentum_correction: bool, of_base: bool = True) -> None:
         """Set the rate to base x multiplier.
 
         Args:
             optimizer: the optimizer of this rate.
             multiplier: multiplier of the base.
             momentum_correction: whether to scale SGD's velocities along with the rate.
+            of_base: False multiplies the rate, whoever has set it; the base stays.
         """
         current = self.follow(optimizer)
-        self._assign(optimizer, current, self.base * multiplier, momentum_correction)
-
-    def rescale(self, optimizer: Any, factor: float, momentum_correction: bool) -> None:
-        """Multiply the rate, whoever has set it; the base stays. Arguments as for `set`."""
-        current = self.follow(optimizer)
-        self._assign(optimizer, current, current * factor, momentum_correction)
+        self._assign(optimizer, current, (self.base if of_base else current) * multiplier, momentum_correction)
 
     def _assign(self, optimizer: Any, current: float, wanted: float, momentum_correction: bool) -> None:
         new = self._last = float(np.float32(wanted))
@@ -209,19 +204,19 @@ def _show(optimizer: Any, rate: Rate, seen: float) -> None:
         with backend().at_once():  # tf.train.Checkpoint restores without `assign`; during `fit` JAX has it elsewhere
             is_other = variable._value is None or _number(variable._value) != left
         if optimizer._learning_rate is not variable or is_other:
-            _forget(optimizer)
+            forget_last_rate(optimizer)
             return optimizer._get_current_learning_rate()
         was_read.append(seen)
         return shown
 
     def update(*args: Any, **options: Any) -> None:
         optimizer: Any = reference()
-        _forget(optimizer)
+        forget_last_rate(optimizer)
         optimizer._backend_apply_gradients(*args, **options)
 
     def assign(value: Any) -> Any:
         if (optimizer := reference()) is not None:
-            _forget(optimizer)
+            forget_last_rate(optimizer)
         rate.was_read = was_read[-1] if was_read else None
         vars(variable).pop("assign", None)
         return variable.assign(value)
@@ -230,13 +225,8 @@ def _show(optimizer: Any, rate: Rate, seen: float) -> None:
     vars(optimizer).update({_METHOD: read, _UPDATE: update})
 
 
-def forget_last_rate(outer: Any) -> None:
+def forget_last_rate(optimizer: Any) -> None:
     """Let `optimizer.learning_rate` be what it is; does nothing if no `fit` with callbacks of ours has ended."""
-    for optimizer in updating_optimizers(outer):
-        _forget(optimizer)
-
-
-def _forget(optimizer: Any) -> None:
     if _UPDATE in vars(optimizer):
         del vars(optimizer)[_UPDATE], vars(optimizer)[_METHOD]
         if isinstance(optimizer._learning_rate, keras.Variable):

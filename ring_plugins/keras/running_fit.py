@@ -9,7 +9,8 @@ puts a callback into its list that does so. Later calls of `fit` may run a step 
 `make_train_function`, which each of them calls first, is replaced on the model.
 
 Without `BroadcastCallback` nothing may have made the ranks' weights equal, and `MetricAverageCallback` shows averages
-over different models, which look right. So the weights are compared after the first step.
+over different models, which look right. So it compares the weights after the first step. On JAX, the callback for an
+optimizer of the script's own also reads weights where that is due, since a compiled step cannot.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.exit_hooks import exit_status
 from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.state import optimizers_of, weight_checksums
-from ring_plugins.observe.consistency import SWITCH, differing_weights, is_check_wanted
+from ring_plugins.observe.consistency import differing_weights, is_check_wanted, is_compared_after
 
 #: Attribute of an optimizer that averages: its `GradientAveraging`.
 AVERAGING = "_ring_averaging"
@@ -204,46 +205,31 @@ def _watch(callbacks: Any, model: Any, averaging: Any) -> None:
             watch.abandon()
     if _any_has(callbacks, "tells_interruptions"):
         return
-    is_compared = averaging.is_compared or _any_has(callbacks, "compares_weights") or not is_check_wanted()
-    averaging.is_compared = True
-    # A communicator of its own, on which `abandon` reaches ranks that already compare.
-    watch = _Watch(averaging, None if is_compared else current().new_communicator("first step"))
+    watch = _Watch(averaging)
     _append(callbacks, watch, model)
     _watching.add(watch)
     _when_freed(callbacks, watch.abandon)
 
 
 class _Watch(keras.callbacks.Callback):
-    """Notices whether `fit` comes to its end, and compares the weights after its first step.
+    """Notices whether `fit` comes to its end, and reads weights where the steps of the optimizer cannot.
 
     Args:
         averaging: of the optimizer.
-        comparing: communicator for the comparison, None if there is to be none.
     """
 
     tells_interruptions = True
 
-    def __init__(self, averaging: Any, comparing: Communicator[Any] | None) -> None:
+    def __init__(self, averaging: Any) -> None:
         super().__init__()
-        self.averaging = averaging
-        self._comparing = comparing
+        self.averaging, self._steps = averaging, 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._comparing is None:
-            return
-        found = differing_weights(lambda: weight_checksums(self._model), "after the first step", self._comparing)
-        if found and self._comparing.rank == 0:
-            logger.warning(
-                f"{found} Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
-                "ring_plugins.keras.broadcast_variables(model) before fit: ranks that begin with different weights "
-                f"train different models, although their gradients are averaged. {SWITCH}"
-            )
-        self._end_comparison()
-
-    def _end_comparison(self) -> None:
-        if self._comparing is not None:
-            self._comparing.close()
-            self._comparing = None
+        self._steps += 1
+        checks, is_due = self.averaging.checks, self._steps == 1 or is_compared_after(self._steps)
+        if is_due and not checks.weights.is_readable and is_check_wanted():
+            self._model.jax_state_sync()
+            checks.look(self._steps)  # travels with the gradients of the next step
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         _watching.discard(self)
@@ -253,8 +239,6 @@ class _Watch(keras.callbacks.Callback):
         if self not in _watching:
             return
         _watching.discard(self)
-        comparing = [] if self._comparing is None else [self._comparing]
-        tell_interrupted([*self.averaging.communicators(), *comparing])
-        self._end_comparison()
+        tell_interrupted(self.averaging.communicators())
         self.averaging.release()
         self._model.train_function = None  # traced with the averaging; the next fit makes both anew

@@ -97,10 +97,11 @@ def shard(
         return divided
     if _is_from(data, "torch", "DataLoader"):
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
-    if _is_of_arrays(data):
+    leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
+    if any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves):
         return ShardedArrays(data, batch_size, rank, size, shuffle is not False, seed, remainder)
     if isinstance(data, tuple | list | dict):
-        kinds = {type(leaf).__name__ for leaf in keras.tree.flatten(data) if not _is_array(leaf)} - {"NoneType"}
+        kinds = {type(leaf).__name__ for leaf in leaves if not _is_array(leaf)} - {"NoneType"}
         raise ArgumentError(
             f"data is a {type(data).__name__} of {', '.join(sorted(kinds)) or 'nothing'} rather than of arrays; "
             "convert Python lists and numbers with numpy.asarray, and pass a list of batches as iter(batches)."
@@ -184,11 +185,6 @@ def go_on_in_orders(places: dict[int, Any]) -> None:
 def _is_from(data: Any, package: str, name: str) -> bool:
     """Whether `data` is an instance of a package's class, without importing the package."""
     return any(kind.__name__ == name and kind.__module__.split(".")[0] == package for kind in type(data).__mro__)
-
-
-def _is_of_arrays(data: Any) -> bool:
-    leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
-    return any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves)
 
 
 def _is_array(leaf: Any) -> bool:

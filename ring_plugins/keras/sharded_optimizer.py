@@ -219,10 +219,23 @@ class ShardedUpdates:
                 f"the state of an optimizer that is to be sharded is {', '.join(kinds)}, in rank order. Build it, and "
                 "load a checkpoint, on all ranks."
             )
-        if kind == "in parts":
-            self._check_same_step(communicator)
-        elif root is None:
-            self._check_same_state(communicator)
+        if kind == "in parts":  # after a `fit` that an exception ended
+            own = int(value_of(self._optimizer._iterations)), self._loaded
+            steps = communicator.all_gather_object(own, "steps of sharded optimizer")
+            if len(set(steps)) > 1:
+                raise MismatchError(
+                    f"an exception ended the last fit of a sharded optimizer after {[step for step, _ in steps]} "
+                    "steps, in rank order, so the ranks' parts of its state do not fit together. Compile the model "
+                    "anew, or load a checkpoint into a new optimizer."
+                )
+        elif root is None:  # each takes its part of what it has
+            known = self._optimizer.variables if kind == "whole" else []
+            sums = (self._loaded, *(checksum(value_of(variable)) for variable in known))
+            if len(set(communicator.all_gather_object(sums, "state of sharded optimizer"))) > 1:
+                raise MismatchError(
+                    "the states of an optimizer that is to be sharded differ among ranks. Load the same checkpoint on "
+                    "all ranks, or call broadcast_variables(model) before the first step."
+                )
             if kind == "whole":
                 self._divide(variables, root, communicator)
         elif kinds[root] == "new":
@@ -255,28 +268,6 @@ class ShardedUpdates:
         for optimizer in nested(self._outer):  # the outermost builds those inside, unless it is built
             if not optimizer.built:
                 optimizer.build(list(variables))
-
-    def _check_same_step(self, communicator: Communicator) -> None:
-        """Check that all ranks' parts are of the same step, after a `fit` that an exception ended."""
-        steps = communicator.all_gather_object(
-            (int(value_of(self._optimizer._iterations)), self._loaded), "steps of sharded optimizer"
-        )
-        if len(set(steps)) > 1:
-            raise MismatchError(
-                f"an exception ended the last fit of a sharded optimizer after {[step for step, _ in steps]} steps, in "
-                "rank order, so the ranks' parts of its state do not fit together. Compile the model anew, or load a "
-                "checkpoint into a new optimizer."
-            )
-
-    def _check_same_state(self, communicator: Communicator) -> None:
-        """Check that all ranks have loaded the same, if each takes its part of what it has."""
-        known = self._optimizer.variables if self._kind() == "whole" else []
-        sums = (self._loaded, *(checksum(value_of(variable)) for variable in known))
-        if len(set(communicator.all_gather_object(sums, "state of sharded optimizer"))) > 1:
-            raise MismatchError(
-                "the states of an optimizer that is to be sharded differ among ranks. Load the same checkpoint on all "
-                "ranks, or call broadcast_variables(model) before the first step."
-            )
 
     def _divide(self, variables: list[Any], root: int | None, communicator: Communicator) -> None:
         """Rebuild an optimizer for this rank's parts, with the state that the root, or each rank, has."""
@@ -374,27 +365,28 @@ class ShardedUpdates:
                 f"this {type(self._optimizer).__name__} is sharded among the ranks, and not connected to them: an "
                 "exception has ended its last fit. Call fit() with BroadcastCallback on all ranks."
             )
+        optimizer, slices = self._optimizer, self._slices
         with rejections_told(self.communicator, "a sharded update"):
-            self._update_parts(self._slices, grads, trainable_variables, learning_rate)
-
-    def _update_parts(self, slices: Slices, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-        optimizer = self._optimizer
-        indices = [self._indices[id(variable)] for variable in variables]
-        by_index = dict(zip(indices, grads, strict=True))
-        # Without any variable Keras would not count the step.
-        mine = [i for i in indices if not slices.layout.is_empty(i)] or indices[:1]
-        slices.load(mine)
-        parts = [slices.variables[i] for i in mine]
-        gradients = [slices.cut(i, by_index[i]) for i in mine]
-        with replaced(optimizer, _trainable_variables_indices=self._keys):
-            if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:  # torch rejects an empty list
-                self._own["_apply_weight_decay"](decaying)
-            self._own["_backend_update_step"](gradients, parts, learning_rate)
-        options = {
-            "the learning rate": keras.ops.convert_to_tensor(learning_rate),
-            "the number of steps": keras.ops.convert_to_tensor(optimizer._iterations),
-        }
-        slices.gather(indices, options)
+            indices = [self._indices[id(variable)] for variable in trainable_variables]
+            by_index = dict(zip(indices, grads, strict=True))
+            # Without any variable Keras would not count the step.
+            mine = [i for i in indices if not slices.layout.is_empty(i)] or indices[:1]
+            gradients = [by_index[i] for i in mine]
+            for k, i in enumerate(mine):
+                if not slices.layout.is_whole(i):
+                    slices.load(i)
+                    gradients[k] = slices.cut(i, gradients[k])
+            parts = [slices.variables[i] for i in mine]
+            with replaced(optimizer, _trainable_variables_indices=self._keys):
+                # torch rejects an empty list.
+                if decaying := [part for part in parts if optimizer._use_weight_decay(part)]:
+                    self._own["_apply_weight_decay"](decaying)
+                self._own["_backend_update_step"](gradients, parts, learning_rate)
+            options = {
+                "the learning rate": keras.ops.convert_to_tensor(learning_rate),
+                "the number of steps": keras.ops.convert_to_tensor(optimizer._iterations),
+            }
+            slices.gather(indices, options)
 
     def take_part_in_saving(self) -> None:
         """Send this rank's parts to ranks that save. Collective."""

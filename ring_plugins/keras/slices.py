@@ -48,7 +48,13 @@ class SliceLayout:
     def __init__(self, variables: Sequence[Any], rank: int, size: int, between_rows: bool = False) -> None:
         self._shapes = [tuple(int(length) for length in variable.shape) for variable in variables]
         self.plan = FusionPlan([describe_gradient(i, variable) for i, variable in enumerate(variables)], ROUND_SIZES)
-        grains = [_grain(shape, size) for shape in self._shapes] if between_rows else None
+        grains = None
+        if between_rows:
+            are_cut = [len(shape) > 1 and shape[0] >= _ROWS * size for shape in self._shapes]
+            grains = [
+                max(1, math.prod(shape[1:])) if is_cut else 1
+                for shape, is_cut in zip(self._shapes, are_cut, strict=True)
+            ]
         self._is_cut_between_rows = between_rows
         self.rounds = plan_rounds(self.plan, size, grains=grains)
         self.rank = rank
@@ -127,7 +133,15 @@ class Slices(abc.ABC):
         self._parts = [i for i in range(len(variables)) if not self.layout.is_whole(i)]
         self.variables = list(variables)
         for i in self._parts:
-            self.variables[i] = _new_part(variables[i], self.layout.shape(i))
+            whole = variables[i]
+            with keras.device("cpu"):
+                part = keras.Variable(
+                    "zeros", self.layout.shape(i), whole.dtype, trainable=False, autocast=False, name=whole.name
+                )
+            # Optimizers treat it as the whole: names of slot variables begin with its path.
+            part._path = whole.path
+            part.overwrite_with_gradient = getattr(whole, "overwrite_with_gradient", False)
+            self.variables[i] = part
 
     @abc.abstractmethod
     def _is_on_gpu(self, variable: Any) -> bool: ...
@@ -152,21 +166,13 @@ class Slices(abc.ABC):
         if self._comparison.differs(zlib.crc32(repr(list(options.values())).encode())):
             raise self._comparison.explain(options) or MismatchError("a sharded update differs among the ranks.")
 
-    def load(self, indices: Sequence[int]) -> None:
-        """Give these parts the values of their variables."""
-        for i in indices:
-            if not self.layout.is_whole(i):
-                self._load(i)
+    @abc.abstractmethod
+    def load(self, i: int) -> None:
+        """Give a part, which is not whole, the value of its variable."""
 
     @abc.abstractmethod
-    def _load(self, i: int) -> None: ...
-
     def cut(self, i: int, gradient: Any) -> Any:
-        """The part of a variable's gradient that belongs to this rank's part of the variable."""
-        return gradient if self.layout.is_whole(i) else self._cut(i, gradient)
-
-    @abc.abstractmethod
-    def _cut(self, i: int, gradient: Any) -> Any: ...
+        """The part of a variable's gradient that belongs to this rank's part, which is not whole."""
 
     def rounds(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """By number, those with variables that were updated and are not empty, and these variables."""
@@ -183,19 +189,6 @@ class Slices(abc.ABC):
             indices: of the variables that were updated, the same on all ranks.
             options: scalars that must be equal on all ranks, by what to call them in an error.
         """
-
-
-def _new_part(variable: Any, shape: tuple[int, ...]) -> Any:
-    """A variable for this rank's part of another, which optimizers treat as that one."""
-    with keras.device("cpu"):
-        part = keras.Variable("zeros", shape, variable.dtype, trainable=False, autocast=False, name=variable.name)
-    part._path = variable.path  # names of slot variables begin with it
-    part.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
-    return part
-
-
-def _grain(shape: Sequence[int], size: int) -> int:
-    return max(1, math.prod(shape[1:])) if len(shape) > 1 and shape[0] >= _ROWS * size else 1
 
 
 class CutStore:

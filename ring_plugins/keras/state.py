@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -33,42 +32,21 @@ SEED_STRIDE = 7919
 PART = "_ring_part"
 
 
-def broadcast_all(variables: Sequence[Any], root_rank: int) -> None:
+def broadcast_all(variables: Sequence[Any], root_rank: int, values: Sequence[Array] | None = None) -> list[Array]:
     """Broadcast variables. Collective.
 
     Args:
         variables: of Keras or TensorFlow.
         root_rank: the rank whose values all ranks get.
+        values: of the variables, where they cannot be read or assigned: in a host call. By default they are assigned.
+
+    Returns:
+        The root's values, if they are not assigned.
 
     Raises:
         ArgumentError: there are no variables, or `root_rank` is not a rank.
         MismatchError: the variables differ among ranks.
     """
-    with _broadcasting(variables, root_rank) as communicator:
-        for variable in variables:
-            variable.assign(_broadcast(variable, root_rank, communicator))
-
-
-def broadcast_values(variables: Sequence[Any], values: Sequence[Array], root_rank: int) -> list[Array]:
-    """Broadcast what variables hold, where they cannot be read or assigned: in a host call. Collective.
-
-    Args:
-        variables, root_rank: as for `broadcast_all`.
-        values: of the variables.
-
-    Returns:
-        The root's values.
-
-    Raises:
-        ArgumentError, MismatchError: as for `broadcast_all`.
-    """
-    with _broadcasting(variables, root_rank) as communicator:
-        return [broadcast_array(np.array(value, order="C"), root_rank, communicator) for value in values]
-
-
-@contextlib.contextmanager
-def _broadcasting(variables: Sequence[Any], root_rank: int) -> Iterator[Communicator]:
-    """Check what all ranks give, and let the others know if this rank raises."""
     world = connect()
     with on_all_or_none(world.communicator, "broadcast_variables"):
         check_root(root_rank, world)
@@ -79,7 +57,15 @@ def _broadcasting(variables: Sequence[Any], root_rank: int) -> Iterator[Communic
             )
         if world.topology.size > 1:
             check_equal(variables, world.communicator)
-        yield world.communicator
+        own = map(value_of, variables) if values is None else (np.array(value, order="C") for value in values)
+        found: list[Array] = []
+        for variable, value in zip(variables, own, strict=True):
+            broadcast_array(value, root_rank, world.communicator)
+            if values is None:
+                variable.assign(value)
+            else:
+                found.append(value)
+        return found
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -170,7 +156,11 @@ def state_and_seeds(*parts: Any) -> tuple[list[Any], list[Any]]:
 
 def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, communicator: Communicator) -> bool:
     """Broadcast them from the rank that is the root now; returns whether it is still there at the end."""
-    is_equal = current().recovers and _is_equal(state, communicator)
+    is_equal = False
+    if current().recovers:
+        checksums = [checksum(value_of(variable)) for variable in state]
+        told = communicator.all_gather_object(checksums, "comparison of weights")
+        is_equal = all(other == checksums for other in told)
     source = communicator.ranks[root.rank_in(communicator)]
     try:
         for variable in state:
@@ -186,12 +176,6 @@ def _has_broadcast(state: Sequence[Any], seeds: Sequence[Any], root: Root, commu
             raise
         return False
     return True
-
-
-def _is_equal(variables: Sequence[Any], communicator: Communicator) -> bool:
-    """Whether all ranks have the same values. Collective."""
-    checksums = [checksum(value_of(variable)) for variable in variables]
-    return all(other == checksums for other in communicator.all_gather_object(checksums, "comparison of weights"))
 
 
 def check_equal(variables: Sequence[Any], communicator: Communicator) -> None:

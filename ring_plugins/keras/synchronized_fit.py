@@ -29,16 +29,9 @@ from ring_plugins.keras.averaging import (
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
-from ring_plugins.keras.consistency import (
-    LossWatch,
-    check_drift,
-    check_end_of_fit,
-    check_equal_after_losses,
-    check_equal_learning_rates,
-    warn_if_different,
-)
+from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, check_equal_after_losses, options_of, rates_of
 from ring_plugins.keras.job import connect
-from ring_plugins.keras.joining import joins_within_fit, place_of_fit, share_state
+from ring_plugins.keras.joining import joined_between_fits, place_of_fit, share_state
 from ring_plugins.keras.running_fit import enclosing_list, tell_interrupted
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
@@ -50,7 +43,7 @@ from ring_plugins.keras.state import (
 )
 from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
-from ring_plugins.observe.consistency import DriftCheck, is_compared_after
+from ring_plugins.observe.consistency import is_check_wanted, is_compared_after
 
 #: Those that have begun and not ended, as far as they know.
 _running: weakref.WeakSet[SynchronizedFit] = weakref.WeakSet()
@@ -59,12 +52,6 @@ _running: weakref.WeakSet[SynchronizedFit] = weakref.WeakSet()
 def fits_of(model: Any) -> list[SynchronizedFit]:
     """Those of a model that have begun and not ended."""
     return [fit for fit in _running if fit.model is model]
-
-
-def synchronize_fit(model: Any) -> None:
-    """Bring all ranks together after the last step of an epoch, if a `BroadcastCallback` trains this model."""
-    for fit in fits_of(model):
-        fit.synchronize_state()
 
 
 class SynchronizedFit:
@@ -87,7 +74,8 @@ class SynchronizedFit:
         self._installed: list[GradientAveraging] = []
         self._batch_norm: SynchronizedBatchNorm | None = None
         self._passes_before = self._steps_until_check = 0
-        self._has_begun = self._is_synchronized = self._has_told_difference = False
+        self._steps = 0  # since the ranks last changed
+        self._has_begun = self._is_synchronized = False
 
     @property
     def model(self) -> Any:
@@ -109,9 +97,13 @@ class SynchronizedFit:
         self._finalizer = finalizer
         self._communicator, stop = world.new_communicator(FIT), world.new_communicator(STOP)
         self._communicators: list[Communicator[Any]] = [self._communicator, stop]
-        self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted)
-        self._losses = LossWatch()
-        self._drift = DriftCheck(self._callback.drift_check_every)
+        self._checks = KerasChecks(
+            lambda: weight_checksums(self._model),
+            lambda: [options_of(averaging.optimizer) for averaging in averagings_of(self._model)],
+            start=0,  # all begin with the root's
+            reads_in_pass=False,
+        )
+        self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted, self._checks)
         _running.add(self)
         check_other_parallelism(model)
         # A rank with more steps would wait forever for the gradients of ranks that have finished.
@@ -168,7 +160,7 @@ class SynchronizedFit:
         broadcast_state(model, self._root, self._communicator)
         backend().offset_seed(self._communicator, self._root)
         for averaging in active:
-            averaging.weights.is_equal, averaging.weights.is_wanted = True, False
+            averaging.starts_equal, averaging.checks.reads_in_pass = True, False
             # `compile()` without an optimizer makes an RMSprop for all variables. A GAN whose optimizers are other
             # attributes never uses it, and on torch a variable has one averager.
             is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
@@ -232,7 +224,7 @@ class SynchronizedFit:
         self.joined_after, self._has_begun = received["epoch"], True
         self._steps_until_check = received["steps_until_check"]
         self._passes_before = self._passes() - received["passes"]
-        self._has_told_difference = received["has_told_difference"]  # all compare weights at the end of fit, or none
+        self._checks.weights.has_told = received["has_told"]  # all compare weights at the end of fit, or none
         self._first_epoch, self._model._initial_epoch = received["first_epoch"], received["epoch"] + 1
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
@@ -245,7 +237,7 @@ class SynchronizedFit:
             "saves_weights": self._saves_weights,
             "steps_until_check": self._steps_until_check,
             "passes": self._passes() - self._passes_before,
-            "has_told_difference": self._has_told_difference,
+            "has_told": self._checks.weights.has_told,
         }
         those = [] if callbacks is None else callbacks.callbacks
         return share_state([self.model], those, own, joined, self._communicator)
@@ -274,17 +266,24 @@ class SynchronizedFit:
     def end_batch(self, batch: int, epoch: int) -> None:
         if not self._is_running:
             return
-        averages = self._callback.average_gradients
         self._steps_until_check -= 1
-        if self._steps_until_check == 0:
-            self._check_averaged()
-            self._compare_weights("after the first step")
-        if self._drift.every:
-            self._drift.after_step(lambda: weight_checksums(self._model), self._communicator)
-        elif averages and is_compared_after(1 - self._steps_until_check):
-            optimizers = [averaging.optimizer for averaging in averagings_of(self._model)]
-            when = f"after step {batch + 1} of epoch {epoch + 1}"
-            check_drift(lambda: weight_checksums(self._model), optimizers, when, self._communicator)
+        self._steps += 1
+        updates, every, look = 1 - self._steps_until_check, self._callback.drift_check_every, self._checks.weights.look
+        is_compared = self._callback.average_gradients and is_check_wanted()
+        is_trained = self._callback.average_gradients and self._model.trainable_variables
+        if updates == 1 and is_trained and self._passes() <= self._passes_before:
+            raise RingError(
+                f"rank {self._communicator.rank} took its first step without averaging gradients. "
+                f"{type(self._model).__name__}.train_step seems to update with an optimizer that is not an attribute "
+                "of the model, or without optimizer.apply; wrap that optimizer with "
+                "ring_plugins.keras.DistributedOptimizer."
+            )
+        if every and self._steps % every == 0:
+            look(f"after {self._steps} steps")
+        elif updates == 1 and is_compared:
+            look("after the first step", warns=True)
+        elif not every and is_compared_after(updates) and is_compared:
+            look(f"after step {batch + 1} of epoch {epoch + 1}")
         self._after_exchange(self._stop.after_step(self._model, batch))
 
     def synchronize_state(self) -> None:
@@ -292,8 +291,9 @@ class SynchronizedFit:
         if not self._is_running or self._is_synchronized:
             return
         self._is_synchronized = True
-        if self._saves_weights and self._steps_until_check <= 0:
-            self._compare_weights("at the end of this epoch, before checkpoints are saved,")
+        is_compared = self._callback.average_gradients and is_check_wanted()
+        if self._saves_weights and self._steps_until_check <= 0 and is_compared:
+            self._checks.weights.look("at the end of this epoch, before checkpoints are saved,", warns=True)
         self._after_exchange(self._stop.after_epoch(self._model))  # raises if another rank is still in its epoch
         is_averaged = self._callback.moving_statistics == "average"
         variables = list(self.model.non_trainable_weights) if is_averaged else []
@@ -304,10 +304,10 @@ class SynchronizedFit:
     def end_epoch(self, epoch: int) -> None:
         if not self._is_running:
             return
-        self._after_exchange(self._stop.after_epoch(self._model))
         if self._model.optimizer is not None:
-            check_equal_learning_rates(self._model.optimizer, self._communicator)
-        if current().elastic.is_pending and joins_within_fit() and not self._model.stop_training:
+            self._checks.rates.take(*rates_of(self._model.optimizer))
+        self._after_exchange(self._stop.after_epoch(self._model))
+        if current().elastic.is_pending and current() not in joined_between_fits and not self._model.stop_training:
             joined = admit(place_of_fit(self._callback.params, self._model))
             if joined:
                 self._share_state(epoch, joined)
@@ -317,7 +317,7 @@ class SynchronizedFit:
         if not self._is_running:
             return
         self._model._initial_epoch = self._first_epoch  # again, as there may have been no epoch left
-        is_compared = self._callback.average_gradients and not self._has_told_difference
+        is_compared = self._callback.average_gradients and not self._checks.weights.has_told
         all_weights = self._callback.moving_statistics == "average"
         decided = check_end_of_fit(
             enclosing_list(self._callback),
@@ -343,7 +343,8 @@ class SynchronizedFit:
         if wants_change:
             current().elastic.change_members()
         self._settle_writers()
-        if self._losses.has_changed():
+        if self._checks.follow_members():
+            self._steps = 0
             if self._callback.average_gradients:
                 check_equal_after_losses(lambda: weight_checksums(self._model), self._communicator)
             current().elastic.tell_changes()
@@ -351,23 +352,6 @@ class SynchronizedFit:
     def _settle_writers(self) -> None:
         for writer in self._writers:
             writer.settle()
-
-    def _check_averaged(self) -> None:
-        """Check that the first update was averaged."""
-        averages = self._callback.average_gradients
-        if averages and self._model.trainable_variables and self._passes() <= self._passes_before:
-            raise RingError(
-                f"rank {self._communicator.rank} took its first step without averaging gradients. "
-                f"{type(self._model).__name__}.train_step seems to update with an optimizer that is not an attribute "
-                "of the model, or without optimizer.apply; wrap that optimizer with "
-                "ring_plugins.keras.DistributedOptimizer."
-            )
-
-    def _compare_weights(self, when: str) -> None:
-        if self._callback.average_gradients:
-            self._has_told_difference |= warn_if_different(
-                lambda: weight_checksums(self._model), when, self._communicator, self._root.is_here()
-            )
 
     def _tell_interrupted(self, cause: MismatchError | None) -> None:
         averagers = [
@@ -394,7 +378,7 @@ class SynchronizedFit:
         _running.discard(self)
         self._model.train_function = None  # traced with the averaging
         for averaging in averagings_of(self._model):
-            averaging.weights.is_wanted = True
+            averaging.checks.reads_in_pass = True
             if averaging.sharded is not None:
                 averaging.sharded.before_saving = None
         for averaging in self._installed:

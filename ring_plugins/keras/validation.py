@@ -25,7 +25,7 @@ from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.consistency import all_equal, by_rank
+from ring_plugins.keras.consistency import KerasChecks, all_equal, by_rank
 
 
 def check_root(root_rank: int, world: World) -> None:
@@ -66,9 +66,9 @@ def check_equal(value: Any, communicator: Communicator[Any], problem: str, remed
 class SynchronizedStop:
     """Stops all ranks after the same step, and detects epochs of different lengths.
 
-    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 40 bytes.
-    It also tells whether a rank is to leave, or others wait to join. It costs little, because the averaging has just
-    synchronized the ranks.
+    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 56 bytes.
+    It also tells whether a rank is to leave, or others wait to join, and compares the checks of `fit`. It costs little,
+    because the averaging has just synchronized the ranks.
 
     Between two steps a rank may also ask the others, which come to the next exchange, to take part in something.
 
@@ -76,6 +76,7 @@ class SynchronizedStop:
         communicator: must have no other use.
         take_part: called on the ranks that a request reaches, with its number.
         tell: lets ranks that wait for this one in whatever `fit` calls raise this error.
+        checks: what the exchanges compare.
     """
 
     _STEP, _EPOCH = 0, 1
@@ -85,8 +86,9 @@ class SynchronizedStop:
         communicator: Communicator[Any],
         take_part: Callable[[int], None],
         tell: Callable[[MismatchError], None],
+        checks: KerasChecks,
     ) -> None:
-        self._communicator, self._take_part, self._tell = communicator, take_part, tell
+        self._communicator, self._take_part, self._tell, self._checks = communicator, take_part, tell, checks
         self._steps = 0
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
@@ -98,7 +100,7 @@ class SynchronizedStop:
             Whether any rank was told to leave, or sees others that wait to join.
 
         Raises:
-            MismatchError: another rank has ended its epoch.
+            MismatchError, DriftError: another rank has ended its epoch, or the checks say so.
         """
         self._steps = batch + 1
         return self._exchange(model, self._STEP)
@@ -107,7 +109,7 @@ class SynchronizedStop:
         """Do the same at the end of an epoch. Collective.
 
         Raises:
-            MismatchError: another rank has not ended its epoch.
+            MismatchError, DriftError: another rank has not ended its epoch, or the checks say so.
         """
         wants_change = self._exchange(model, self._EPOCH)
         self._steps = 0
@@ -118,7 +120,7 @@ class SynchronizedStop:
 
         Returns when they are about to. If ranks ask for different things at once, all take part in each.
         """
-        while (found := self._reduced([0, self._STEP, -self._STEP, 0, number])[4]) != number:
+        while (found := self._reduced([0, self._STEP, -self._STEP, 0, number, 0, 0])[4]) != number:
             self._take_part(found)
 
     def _reduced(self, flags: list[int]) -> list[int]:
@@ -130,14 +132,18 @@ class SynchronizedStop:
 
     def _exchange(self, model: Any, point: int) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
-        flags = [int(model.stop_training), point, -point, int(current().elastic.wants_change), 0]
+        wants_change, number = int(current().elastic.wants_change), self._checks.number()
+        flags = [int(model.stop_training), point, -point, wants_change, 0, number, -number]
         where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
         with self._same_step(where):
             while (found := self._reduced(flags))[4]:
                 self._take_part(found[4])
-            stop, largest, negated_smallest, wants_change, _ = found
+            stop, largest, negated_smallest, wants_change, _, *numbers = found
             if largest != -negated_smallest:
                 raise self._unequal(where)
+        self._checks.note_compared()
+        if sum(numbers):
+            self._checks.say(self._communicator)
         if stop:
             model.stop_training = True
         return bool(wants_change)
@@ -162,8 +168,12 @@ class SynchronizedStop:
         try:
             yield
         except Exception as error:  # around which Keras may have put one of another class, with the same text
+            # Does a rank wait for others that have ended their step or epoch, or the reverse, in operations of ours?
+            names = re.findall(r"waits for rank \d+ in ([^:]+):", str(error))
+            between = [name for name in names if name in (STOP, FIT)]
+            is_between = bool(between) and all(name in between or name.startswith(_IN_STEPS) for name in names)
             # Another rank may have found it first, told this one, or be gone.
-            if not _is_between_steps(str(error)) and _UNEQUAL not in str(error):
+            if not is_between and _UNEQUAL not in str(error):
                 raise
             raise self._unequal(where) from error
 
@@ -182,13 +192,6 @@ class SynchronizedStop:
 STOP, FIT = "stop", "fit"
 _IN_STEPS = ("gradients", "sharded updates", "batch normalization")
 _UNEQUAL = "epochs differ in length among ranks"
-
-
-def _is_between_steps(deadlock: str) -> bool:
-    """Whether a rank waits for others that have ended their step or epoch, or the reverse, in operations of ours."""
-    names = re.findall(r"waits for rank \d+ in ([^:]+):", deadlock)
-    between = [name for name in names if name in (STOP, FIT)]
-    return bool(between) and all(name in between or name.startswith(_IN_STEPS) for name in names)
 
 
 @functools.lru_cache(maxsize=1)

@@ -156,11 +156,18 @@ class HeldWriter(keras.callbacks.Callback):
     def settle(self) -> None:
         """Make up for the calls that were held back: all ranks, and so the one that writes, have made theirs."""
         with self._lock:
-            if self._writes_here():
+            if self._writes_here() and not self._has_written:
                 self._take_over()
             while self._held:
                 name, args = self._held.popleft()
-                self._call(name, args)
+                if self._has_written:
+                    getattr(self.writer, name)(*args)
+                    if isinstance(self.writer, keras.callbacks.CSVLogger):
+                        _drop_repeated_line(self.writer)
+                    continue
+                with _without_writing(self.writer) as is_called:
+                    if is_called:  # as the class of Keras defines it: what a subclass adds may write
+                        getattr(self._kind, name)(self.writer, *args)
 
     def hand_over(self) -> None:
         """Write no more if another rank does from now on, and leave files whole."""
@@ -182,20 +189,15 @@ class HeldWriter(keras.callbacks.Callback):
                 self._held.append((name, tuple(dict(arg) if isinstance(arg, dict) else arg for arg in args)))
 
     def _take_over(self) -> None:
-        if not self._has_written:
-            self._has_written = True
-            if self._is_fitting and not any(name == "on_train_begin" for name, _ in self._held):
-                _continue(self.writer)
-
-    def _call(self, name: str, args: tuple[Any, ...]) -> None:
-        if self._has_written:
-            getattr(self.writer, name)(*args)
-            if isinstance(self.writer, keras.callbacks.CSVLogger):
-                _drop_repeated_line(self.writer)
-        else:
-            with _without_writing(self.writer) as is_called:
-                if is_called:  # as the class of Keras defines it: what a subclass adds may write
-                    getattr(self._kind, name)(self.writer, *args)
+        """Write from now on, maybe in the middle of a `fit`."""
+        self._has_written = True
+        if not self._is_fitting or any(name == "on_train_begin" for name, _ in self._held):
+            return
+        if isinstance(self.writer, keras.callbacks.CSVLogger):
+            _continue_lines(self.writer)
+        elif isinstance(self.writer, keras.callbacks.ProgbarLogger):
+            self.writer._reset_progbar()  # the one until now shows nothing
+            self.writer._maybe_init_progbar()
 
 
 def _hook(name: str) -> Callable[..., None]:
@@ -267,15 +269,6 @@ def _without_writing(writer: Any) -> Iterator[bool]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _continue(writer: Any) -> None:
-    """Let `writer` write from now on, in the middle of a `fit`."""
-    if isinstance(writer, keras.callbacks.CSVLogger):
-        _continue_lines(writer)
-    elif isinstance(writer, keras.callbacks.ProgbarLogger):
-        writer._reset_progbar()  # the one until now shows nothing
-        writer._maybe_init_progbar()
 
 
 def _continue_lines(logger: Any) -> None:

@@ -212,12 +212,14 @@ class Checks:
         self._sent = tuple(map(_number_of, self.list))
         return zlib.crc32(repr(self._sent).encode())
 
-    def follow_members(self) -> None:
-        """Begin to count anew if ranks were lost or have joined, which have counted nothing."""
-        if self._job is not None and self._view != (view := self._job.view):
-            self._view, self.passes = view, 0
-            self.updates.set(0)
-            self.set_due(False)
+    def follow_members(self) -> bool:
+        """Begin to count anew if ranks were lost or have joined, which have counted nothing; returns whether so."""
+        if self._job is None or self._view == (view := self._job.view):
+            return False
+        self._view, self.passes = view, 0
+        self.updates.set(0)
+        self.set_due(False)
+        return True
 
     def note_compared(self) -> None:
         """Note that a pass has compared everything."""

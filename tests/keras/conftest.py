@@ -1,12 +1,20 @@
 """Share launches among tests, and skip tests that need a missing package."""
 
 import importlib.util
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.keras.launches import Case, launch
 from tests.launch import LaunchFailed
+
+if importlib.util.find_spec("keras") and importlib.util.find_spec("torch"):
+    # For the tests that launch nothing: other modules import torch anyway, and TensorFlow would take seconds more in
+    # each worker of `pytest -n`.
+    with mock.patch.dict(os.environ, KERAS_BACKEND="torch"):
+        import keras  # noqa: F401
 
 WANTED = pytest.StashKey[set[Case]]()
 

@@ -12,11 +12,6 @@ def test_accumulated_gradients_are_reduced_once_an_update(seen):
     assert first["updates"] == 2
 
 
-@on_ranks("trial_of_overlap", "jax")
-def test_jax_tries_no_overlap_as_backward_is_over_before_its_one_call(seen):
-    assert seen == [{"auto": {"tries": False, "overlaps": False}, "True": {"tries": False, "overlaps": True}}] * 2
-
-
 @on_ranks("overflow_on_one_rank", *BACKENDS)
 def test_an_overflow_on_one_rank_lets_all_skip(seen):
     assert seen == [{"unchanged": True, "scale": 8.0}] * 2
@@ -31,22 +26,10 @@ def test_two_optimizers_in_one_step(seen):
         assert flat[1] == pytest.approx(flat[0], rel=1e-5, abs=1e-6)
 
 
-@on_ranks("two_optimizers_in_one_compiled_step", "jax")
-def test_two_optimizers_in_one_compiled_step(seen):
-    for found in seen:
-        assert found["found"] == pytest.approx(found["expected"], abs=1e-5)
-
-
 @on_ranks("own_loop", *BACKENDS)
 def test_a_custom_training_loop(seen):
     for found in seen:
         assert found["found"] == pytest.approx(found["expected"])
-
-
-@on_ranks("own_compiled_step", "tensorflow")
-def test_tracing_a_step_of_the_script_s_own_warns_of_nothing(seen):
-    """AutoGraph would rewrite what averages, and say for each function that it cannot."""
-    assert seen == [[[], pytest.approx([-0.15] * 5)]] * 2
 
 
 @on_ranks("wrapped_after_a_step", *BACKENDS)
@@ -60,37 +43,6 @@ def test_a_function_of_the_script_that_is_compiled_already_averages_or_is_reject
         assert found["spread"] == 0
         rejected = "the tf.function _compiled_step.<locals>.traced has been called with this optimizer before"
         assert found["error"] == "none" or rejected in found["error"]
-
-
-@on_ranks("gradients_from_elsewhere", "torch")
-def test_gradients_that_bypass_the_hooks(seen):
-    for found in seen:
-        assert found == pytest.approx([-0.3] * 5)
-
-
-@on_ranks("gradients_changed_after_backward", "torch")
-def test_averaging_a_changed_gradient_leaves_the_others_as_they_are(seen):
-    for found in seen:
-        assert found["weights"] == [pytest.approx([-0.15] * 5), pytest.approx([-0.2])]
-        assert found["gradients"] == [pytest.approx([1.5] * 5), pytest.approx([1.0])]
-
-
-@on_ranks("gradients_of_frozen_variables", "torch")
-def test_gradients_of_frozen_variables_are_averaged(seen):
-    for found in seen:
-        assert found["values"] == [pytest.approx([-0.15] * 3)] * 2
-        assert found["is_frozen"]
-
-
-@on_ranks("inside_xla", slow=("tensorflow",))
-def test_collectives_inside_xla_are_rejected_and_fit_continues_without_xla(seen):
-    first, second = seen
-    for found in (first, second):
-        for text in (found["rejected"], found["nested"]):
-            assert "InsideXla: " in text and "outside it" in text, text
-        assert found["found"] == pytest.approx([-0.15] * 5)
-        assert len(found["said"]) == 1 and "Adversarial.train_step" in found["said"][0]
-    assert first["weights"] == second["weights"]
 
 
 @on_ranks("gradient_on_one_rank_only", *BACKENDS)

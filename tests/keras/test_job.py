@@ -70,7 +70,7 @@ def test_exception_on_one_rank(backend):
     assert result.output.count("rank 0 ends because") == 1, result
 
 
-@on("tensorflow", slow=("torch",))
+@on("torch", slow=("tensorflow",))
 def test_ctrl_c(backend):
     ended(script(), backend, "KeyboardInterrupt", interfere="ctrl-c")
 

@@ -40,7 +40,7 @@ from ring_plugins.keras.averaging import BUCKET_BYTES
 from ring_plugins.keras.backends import Exchange, Settings, backend
 from ring_plugins.keras.job import capture_exceptions, connect
 from ring_plugins.keras.slices import describe_gradient
-from ring_plugins.keras.state import broadcast_all, broadcast_values
+from ring_plugins.keras.state import broadcast_all
 from ring_plugins.other_names import no_attribute
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def broadcast_variables(
     connect()
 
     def call(*values: Any) -> list[Any]:
-        return broadcast_values(these, values, root_rank)
+        return broadcast_all(these, root_rank, values)
 
     own = [tf.convert_to_tensor(variable) for variable in these]
     values = tf.numpy_function(capture_exceptions(call), own, [value.dtype for value in own])

@@ -22,6 +22,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.trials import Wanted
 from ring_plugins.core.joining.state_transfer import Root
+from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.keras.slices import Slices
 
 _KNOWN = ("tensorflow", "torch", "jax")
@@ -39,8 +40,7 @@ class Settings(NamedTuple):
         accumulates: whether the optimizer accumulates gradients over several steps.
         overlap: whether gradients are averaged while others are still computed.
         rate: returns the learning rate, as `Exchange.average` gets it, where backward averages.
-        after_pass: called when all ranks have averaged the gradients of a step, before the update, wherever variables
-            can be read then: not in a step that JAX compiles.
+        checks: what passes compare; None for what no optimizer of Keras averages.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     accumulates: bool = False
     overlap: Wanted = "auto"
     rate: Callable[[], Any] = lambda: None
-    after_pass: Callable[[], Any] = lambda: None
+    checks: KerasChecks | None = None
 
     @property
     def rounding(self) -> Compression | None:

@@ -73,9 +73,9 @@ class Exchange(backends.Exchange):
             chosen = chosen_overlap(settings.overlap)
             overlap = False if chosen == "auto" else chosen
             self.buckets = HostBuckets(
-                entries, self.communicator, sizes, settings.rounding, in_place=True, overlap=overlap
+                entries, self.communicator, sizes, settings.rounding, True, overlap, settings.checks
             )
-        self._after_pass, self._waited = settings.after_pass, 0.0
+        self._waited = 0.0
 
     @property
     def statistics(self) -> Statistics:
@@ -87,9 +87,8 @@ class Exchange(backends.Exchange):
         indices, given = list(gradients), list(gradients.values())
         if rate is not None:
             given.append(jax.numpy.reshape(jax.numpy.asarray(rate), 1))
+        self.buckets.checks.weights.is_readable = not _is_traced(given)
         averages = _overwritten(functools.partial(call_weakly(self._reduce), indices), given)
-        if not _is_traced(given):
-            self._after_pass()
         return dict(zip(indices, averages, strict=False))
 
     def _reduce(self, indices: list[int], arrays: list[Array]) -> None:
@@ -97,7 +96,7 @@ class Exchange(backends.Exchange):
         assert isinstance(self.buckets, HostBuckets)
         started = time.perf_counter()
         if len(arrays) > len(indices):
-            self.buckets.follow_rate(float(arrays.pop()[0]))
+            self.buckets.checks.rates.take(float(arrays.pop()[0]))
         self.buckets.give(indices, arrays)
         averages = self.buckets.finish()
         for i, array in zip(indices, arrays, strict=True):
@@ -120,10 +119,10 @@ class Slices(slices.Slices):
     def _is_on_gpu(self, variable: Any) -> bool:
         return jax.default_backend() != "cpu"
 
-    def _load(self, i: int) -> None:
-        self.variables[i].assign(self._cut(i, self._wholes[i].value))
+    def load(self, i: int) -> None:
+        self.variables[i].assign(self.cut(i, self._wholes[i].value))
 
-    def _cut(self, i: int, gradient: Any) -> Any:
+    def cut(self, i: int, gradient: Any) -> Any:
         return jax.numpy.reshape(gradient, -1)[slice(*self.layout.ranges[i])]
 
     def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:

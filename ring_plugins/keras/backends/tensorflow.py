@@ -30,10 +30,13 @@ from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
-from ring_plugins.keras.buckets import HostBuckets, aligned, call_weakly
+from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 from ring_plugins.keras.patches import replaced
 from ring_plugins.keras.state import SEED_STRIDE
+
+#: Bytes of a cache line.
+_LINE = 64
 
 
 class Exchange(backends.Exchange):
@@ -80,28 +83,30 @@ class Exchange(backends.Exchange):
         if on_gpus is not None:
             self._call = tensorflow_device.call
             return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)
-        return HostBuckets(entries, self.communicator, settings.sizes, settings.rounding, overlap=settings.overlap)
+        return HostBuckets(
+            entries, self.communicator, settings.sizes, settings.rounding, False, settings.overlap, settings.checks
+        )
 
     def _average_dense(self, buckets: Any, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
-        give_now, finish_now, after_pass = (
-            call_weakly(buckets.give),
-            call_weakly(buckets.finish),
-            self._settings.after_pass,
-        )
+        give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
+        checks, communicator, compare = self._settings.checks, self.communicator, None
+        if checks is not None and not isinstance(buckets, HostBuckets):
+            compare = call_weakly(checks.compare)
 
         def give(indices: list[int], *gradients: Array) -> None:
             give_now(indices, gradients)
 
         def finish() -> list[Array]:
             averages = finish_now()
-            after_pass()
+            if compare is not None:
+                compare(communicator)
             return [averages[i] for i in indices]
 
         if rate is not None and isinstance(buckets, HostBuckets):
-            follow_now = call_weakly(buckets.follow_rate)
-            tf.numpy_function(capture_exceptions(lambda rate: follow_now(float(rate))), [rate], [])
+            take = call_weakly(buckets.checks.rates.take)
+            tf.numpy_function(capture_exceptions(lambda rate: take(float(rate))), [rate], [])
         for bucket in buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:
@@ -163,7 +168,7 @@ class Slices(slices.Slices):
     def _is_on_gpu(self, variable: Any) -> bool:
         return "GPU" in variable.value.device
 
-    def _load(self, i: int) -> None:
+    def load(self, i: int) -> None:
         _assign(self.variables[i], self._cut_dense(i, self._wholes[i].value))
 
     def _cut_dense(self, i: int, whole: Any) -> Any:
@@ -173,7 +178,7 @@ class Slices(slices.Slices):
         start, stop = self.layout.ranges[i]
         return tf.reshape(whole, [-1])[start:stop]
 
-    def _cut(self, i: int, gradient: Any) -> Any:
+    def cut(self, i: int, gradient: Any) -> Any:
         """See the base class; of a sparse gradient, those of its rows that are in the part."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._cut_dense(i, tf.convert_to_tensor(gradient))
@@ -233,8 +238,13 @@ def _assign(variable: Any, value: Any) -> None:
 
 def _new_memory(count: int, dtype: np.dtype[Any]) -> Array:
     """Memory that TensorFlow adopts without a copy, used again once it has let go of it."""
-    kept = kept_results.new(count * dtype.itemsize)
-    return aligned(count, dtype) if kept is None else kept.view(dtype)
+    size = count * dtype.itemsize
+    kept = kept_results.new(size)
+    if kept is None:  # TensorFlow needs no copy of an array that starts on a cache line
+        memory = np.empty(size + _LINE, np.uint8)
+        start = -memory.ctypes.data % _LINE
+        kept = memory[start : start + size]
+    return kept.view(dtype)
 
 
 def _with_own_seed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -70,7 +70,10 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
     Returns:
         A function from a batch to the logs.
     """
-    compiled = _whole(model) if averaging is None else _in_two_parts(model, averaging)
+    if averaging is None:
+        compiled = tf.function(model.train_step, jit_compile=True, reduce_retracing=True, autograph=False)
+    else:
+        compiled = _in_two_parts(model, averaging)
     fits = True
 
     def step(data: Any) -> Any:  # traced, so the choice is made for the first batch
@@ -89,13 +92,6 @@ def compiled_around(model: Any, averaging: Any) -> Callable[[Any], Any]:
             return model.train_step(data)
 
     return step
-
-
-def _whole(model: Any) -> Callable[[Any], Any]:
-    compiled: Callable[[Any], Any] = tf.function(
-        model.train_step, jit_compile=True, reduce_retracing=True, autograph=False
-    )
-    return compiled
 
 
 def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:

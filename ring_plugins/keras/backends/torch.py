@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,10 +18,23 @@ from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients
+from ring_plugins.keras.consistency import KerasChecks
+from ring_plugins.observe.consistency import Check
 from ring_plugins.torch.device import array_of
 from ring_plugins.torch.gradients import GradientAverager
 
 T = TypeVar("T")
+
+
+class _AsOne:
+    """What Keras compares, as one of the checks of torch's averager, which compares the learning rate itself."""
+
+    def __init__(self, checks: KerasChecks) -> None:
+        self._checks, self.say = checks, checks.say
+
+    @property
+    def number(self) -> int:
+        return self._checks.number()
 
 
 class Exchange(backends.Exchange):
@@ -46,7 +59,8 @@ class Exchange(backends.Exchange):
         )
         self.communicator = self._averager.communicator
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
-        self._passes_seen, self._after_pass = 0, settings.after_pass
+        self._passes_seen, self._checks = 0, settings.checks or KerasChecks()
+        self._averager.checks.list.append(cast("Check", _AsOne(self._checks)))  # which nobody sets
         self._without_hooks = contextlib.ExitStack()
         if settings.accumulates:
             self._without_hooks.enter_context(self._averager.no_sync())
@@ -63,7 +77,8 @@ class Exchange(backends.Exchange):
         )
         averages = gradients if is_averaged else self._average_now(gradients)
         self._passes_seen = self._averager.steps
-        self._after_pass()
+        self._checks.note_compared()
+        self._checks.follow_members()
         return averages
 
     @torch.no_grad()
@@ -105,16 +120,17 @@ class Slices(slices.Slices):
         for variable in variables:
             if not variable.value.is_contiguous():  # some initializers transpose
                 variable.value.data = variable.value.data.contiguous()
-        self.load(self._parts)
+        for i in self._parts:
+            self.load(i)
 
     def _is_on_gpu(self, variable: Any) -> bool:
         return bool(variable.value.device.type != "cpu")
 
     @torch.no_grad()
-    def _load(self, i: int) -> None:  # a script may have replaced the variable's memory
-        self.variables[i].value.data = self._cut(i, self._wholes[i].value.detach())
+    def load(self, i: int) -> None:  # a script may have replaced the variable's memory
+        self.variables[i].value.data = self.cut(i, self._wholes[i].value.detach())
 
-    def _cut(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
+    def cut(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
         start, stop = self.layout.ranges[i]
         return gradient.reshape(-1)[start:stop]
 

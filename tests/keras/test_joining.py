@@ -1,0 +1,53 @@
+"""What a process gets that joins a `fit`: the state of the other ranks' callbacks, which must fit its own model."""
+
+import keras
+import numpy as np
+
+from ring_plugins.keras.joining import _load_state, _named, _state_of, kind_of_state, place_of_fit
+from ring_plugins.keras.writers import HeldWriter
+
+
+def test_a_callback_of_keras_goes_on_with_numbers_and_keeps_what_the_script_gave():
+    other = keras.callbacks.EarlyStopping(monitor="loss", patience=3)
+    vars(other).update(wait=2, best=0.5, best_epoch=7, best_weights=[np.ones(2)])
+    own = keras.callbacks.EarlyStopping(monitor="accuracy", patience=5)
+    _load_state(own, _state_of(other))
+    assert (own.wait, own.best, own.best_epoch) == (2, 0.5, 7) and np.array_equal(own.best_weights[0], np.ones(2))
+    assert (own.monitor, own.patience) == ("accuracy", 5)
+
+
+def test_a_callback_of_the_script_takes_part_if_it_has_a_state_dict():
+    class Counts(keras.callbacks.Callback):
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    class Mute(keras.callbacks.Callback):
+        pass
+
+    other, own = Counts(), Counts()
+    other.count = 4
+    _load_state(own, _state_of(other))
+    assert own.count == 4 and _state_of(Mute()) is None
+    _load_state(own, None)  # that the other rank has none of this name
+    assert own.count == 4
+
+
+def test_callbacks_of_a_kind_are_numbered_and_writers_are_the_callbacks_inside():
+    writer = keras.callbacks.CSVLogger("log.csv")
+    callbacks = [keras.callbacks.Callback(), HeldWriter(writer, lambda: True), keras.callbacks.Callback()]
+    assert [name for name, _ in _named(callbacks)] == ["Callback 1", "CSVLogger 1", "Callback 2"]
+    assert dict(_named(callbacks))["CSVLogger 1"] is writer
+
+
+def test_a_place_says_epochs_steps_and_what_kind_of_model():
+    def model(units):
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
+
+    place = place_of_fit({"epochs": 3, "steps": 5}, model(2))
+    assert place.startswith("fit() with 3 epochs of 5 steps, with 2 variables of model and optimizer, of 8 elements")
+    assert kind_of_state(model(2)) == kind_of_state(model(2)) != kind_of_state(model(3))
