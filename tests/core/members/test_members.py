@@ -8,6 +8,7 @@ from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.members.members import Elastic
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.members.preemption_notice import TERMINATED
+from ring_plugins.core.rendezvous.slots import State
 
 
 class Detector:
@@ -68,10 +69,10 @@ class Job:
 
 class Slot:
     def __init__(self):
-        self.lost, self.has_left = [], False
+        self.lost, self.states = [], []
 
-    def leave(self):
-        self.has_left = True
+    def note(self, state):
+        self.states.append(state)
 
     def note_lost(self, rank):
         self.lost.append(rank)
@@ -124,7 +125,7 @@ def test_a_rank_that_was_told_to_end_leaves_with_status_0_and_the_others_are_tol
     elastic.preemption_notice.given = True
     with pytest.raises(SystemExit) as ended:
         elastic.change_members()
-    assert ended.value.code == 0 and elastic.slot.has_left and not job.communicator.kept
+    assert ended.value.code == 0 and elastic.slot.states == [State.LEFT] and not job.communicator.kept
     elastic, job, members = make(decision=(0, 2), told=[(0, set()), (None, set())])
     elastic.change_members()  # rank 2 dies meanwhile
     assert members.ranks == (1,) and elastic.slot.lost == [2]
