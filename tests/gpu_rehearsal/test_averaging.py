@@ -11,3 +11,19 @@ def test_weights_equal_ddps(rehearse, ranks):
         for found in result.values(run):
             assert found["finite"] and found["moved"], (run, found)
             assert not found["unlike DDP"] and not found["unlike rank 0"], (run, found)
+
+
+@pytest.mark.xfail(reason="from the second step on, DDP over the ring process group has other weights", strict=True)
+def test_ddp_over_the_ring_process_group(rehearse):
+    result = rehearse("ring_group", lag=200)
+    assert result.values("unlike DDP") == [0, 0]
+    assert result.values("unlike rank 0") == [0, 0]
+    assert result.values("on another stream") == [6, 6]
+    assert result.values("asynchronous") == [[2] * 5] * 2
+
+
+def test_lightning_on_two_devices(rehearse):
+    result = rehearse("lightning_fit", lag=100)
+    assert result.values("sum")[0] == result.values("sum")[1]
+    assert result.values("finite") == [True, True] and result.values("steps") == [8, 8]
+    assert result.values("device") == ["cuda:0", "cuda:1"]
