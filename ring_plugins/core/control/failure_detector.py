@@ -341,9 +341,9 @@ class FailureDetector:
                 f"{peer.host}): {how}. Memory or network are faulty, or this is a bug of ring_plugins.",
             )
             return
+        where = f" on {peer.host}" if self.members.are_on_several_hosts() else ""  # as ranks that see its lock say it
         self._report_lost(
-            rank,
-            f"rank {rank} (process {peer.pid} on {peer.host}) died without reporting an error; {SILENT_ENDS}.",
+            rank, f"rank {rank} (process {peer.pid}{where}) died without reporting an error; {SILENT_ENDS}."
         )
 
     def _report_lost(self, rank: int, text: str, network: bool = False) -> None:
