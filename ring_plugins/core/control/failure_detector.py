@@ -27,7 +27,8 @@ holds the GIL in a long computation. A time-out on every operation, as torch has
 rank from a dead one; it is only the last resort here (RING_TIMEOUT). Agreement on the set of failed ranks (MPI's ULFM)
 is needed to go on without them (mesh.py); to end, or to restart all ranks, the first failure is enough.
 
-What has been learned of other ranks stands in one table (core/base/facts.py).
+What has been learned of other ranks stands in one table (core/base/facts.py). `FailureDetector` has a method more than
+other classes: half are one-line questions that waits and the monitor ask.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ Considered and rejected: on one host, decisions in shared memory, a second algor
 milliseconds; connections between hosts only by one rank of each, for it may be the one that dies, and their
 number matters little: 64 ranks have 63 each. UDP with heartbeats (SWIM, Das et al. 2002) scales further, but takes a
 rank that computes without releasing the GIL for a dead one.
+
+This file is a few lines longer than others, and `Mesh` has 27 methods: half of them are the short answers that waits
+and admissions ask for.
 """
 
 from __future__ import annotations
