@@ -3,10 +3,10 @@
     python benchmarks/many_hosts.py            # measures and simulates, as root; half a minute
     python benchmarks/many_hosts.py --simulate  # with the constants of benchmarks/results/many_hosts.json
 
-The simulation follows one host through the pipeline of core/collectives/algorithms.py: which messages it sends in which
-round, what it waits for, what it adds. All hosts do the same at the same time, so what a host receives arrives when
-what it sent itself arrives elsewhere. The constants are the least times of many. The network is a switch that gives
-every host its full rate. The simulation knows no lost packets, no slow host and no oversubscribed link between
+The simulation follows one host through the pipeline of core/collectives/hierarchical.py: which messages it sends in
+which round, what it waits for, what it adds. All hosts do the same at the same time, so what a host receives arrives
+when what it sent itself arrives elsewhere. The constants are the least times of many. The network is a switch that
+gives every host its full rate. The simulation knows no lost packets, no slow host and no oversubscribed link between
 switches.
 """
 
@@ -110,12 +110,10 @@ def simulate(chunks: Sequence[list[Round]], of: Constants) -> float:
 
 def alternatives(hosts: int, nbytes: int, of: Constants) -> dict[str, float]:
     """Seconds of an all-reduce by each algorithm, and by the one that ring_plugins chooses."""
-    from ring_plugins.core.collectives.algorithms import Ring, choose_algorithm
-    from ring_plugins.core.collectives.butterfly import radices
-    from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+    from ring_plugins.core.collectives.algorithms import choose_algorithm, radices, ring
+    from ring_plugins.core.collectives.hierarchical import largest_small, piece_bytes
 
-    reducer = HierarchicalAllReduce(None, None, 0, 1, hosts, hosts)
-    length = reducer.chunk_bytes(nbytes)
+    length = piece_bytes(nbytes, 1, hosts)
     lengths = [min(length, nbytes - start) for start in range(0, nbytes, length)]
     twos = [2] * (hosts.bit_length() - 1)
     seconds = {
@@ -125,7 +123,7 @@ def alternatives(hosts: int, nbytes: int, of: Constants) -> dict[str, float]:
     }
     if 2 ** len(twos) == hosts:
         seconds["halving and doubling"] = simulate([grouped(twos, chunk) for chunk in lengths], of)
-    if nbytes <= reducer.largest_small:
+    if nbytes <= largest_small(hosts):
         seconds["small, in groups"] = simulate([at_once(radices(hosts), nbytes)], of)
         seconds["small, at once"] = simulate([at_once([hosts], nbytes)], of)
         chosen = "small, in groups"
@@ -133,7 +131,7 @@ def alternatives(hosts: int, nbytes: int, of: Constants) -> dict[str, float]:
         seconds["small, at once"] = chosen_seconds = simulate([at_once([2], chunk) for chunk in lengths], of)
         return seconds | {"chosen": chosen_seconds}
     else:
-        chosen = "ring" if choose_algorithm(hosts, nbytes)[0] is Ring else "groups"
+        chosen = "ring" if choose_algorithm(hosts, nbytes)[0] is ring else "groups"
     return seconds | {"chosen": seconds[chosen]}
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.collectives.butterfly import cost, radices
+from ring_plugins.core.collectives.algorithms import cost, radices
 from ring_plugins.core.gradients.fusion import BucketSizes, FusionPlan
 from ring_plugins.planning.profile import Profile
 

@@ -1,18 +1,29 @@
-"""All-reduce between hosts: algorithms for one chunk, and a pipeline of chunks.
+"""All-reduce between hosts: algorithms for one chunk of an array.
 
-**Pipeline.** A large array is cut into chunks, and each chunk goes through a fixed number of rounds. While the oldest
-chunk is in its last round, later ones are in earlier rounds, so the network moves some chunks while the processor
-reduces others. All members take the same steps in the same order, so their messages match without being numbered.
+**Rounds.** An algorithm is a generator. Its first `next` starts the first round of a chunk, each further one waits for
+the data of a round and starts the next, and the chunk is finished with the generator. So the pipeline of `hierarchical`
+can keep several chunks in different rounds: the network moves some while the processor reduces others. All members take
+the same steps in the same order, so their messages match without being numbered.
 
 **Algorithms.** With all of them each host sends 2(n-1)/n times the data, which is the minimum (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). They differ in rounds and connections:
 
-- `PairExchange`: two members send each other everything, and both reduce it. One round.
-- `Butterfly`: a chunk is cut into one part per member of a small group. Each member reduces its part with the others of
-  its group, then a part of that part with a second group, and so on (`butterfly`): a reduce-scatter. Then the results
-  return the same way: an all-gather. Up to seven members form a single group, which takes two rounds in all.
-- `Ring`: members talk only to their two neighbors. Parts are passed around and added to for n-1 rounds, and the results
+- `pair_exchange`: two members send each other everything, and both reduce it. One round.
+- `butterfly`: a chunk is cut into one part per member of a small group. Each member reduces its part with the others of
+  its group, then a part of that part with a second group, and so on: a reduce-scatter. Then the results return the same
+  way: an all-gather. Up to seven members form a single group, which takes two rounds in all.
+- `ring`: members talk only to their two neighbors. Parts are passed around and added to for n-1 rounds, and the results
   are passed around for n-1 more. This is the ring of NCCL and Horovod (Baidu, 2017).
+- `reduce_small`, for small messages: the groups of the butterfly exchange everything, without cutting it.
+
+**Groups of a butterfly.** The position of a member is written as a number of several digits, each with a radix of its
+own. In round d a member exchanges with the members whose positions differ from its own in digit d only. After as many
+rounds as there are digits, everyone's numbers have reached everyone. A single digit is a direct exchange among all
+members; digits of radix 2 are recursive halving and doubling (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005). For radices in between see Ruefenacht, Bull and Booth,
+"Generalisation of recursive doubling for AllReduce", 2017. The first digit has the largest radix and tells adjacent
+members apart. So most of the data moves between hosts that a scheduler has numbered one after the other, which often
+hang at the same switch, and little crosses the network's core.
 
 The butterfly takes a few rounds where the ring takes hundreds, at the same number of bytes. It would need large groups
 if the number of members had a large prime factor, and a switch drops packets when many hosts send to one at the same
@@ -26,9 +37,10 @@ end up with the same bits.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,7 +50,6 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.types import Array, Bytes
-from ring_plugins.core.collectives.butterfly import radices, rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import NetworkGroup, PendingHeaders
 from ring_plugins.core.net.transport import Request
@@ -49,6 +60,10 @@ LARGEST_GROUP = 32
 #: more from two rounds: their pieces are shorter and stay in the caches, and one round's data moves while the other
 #: waits.
 PAIR_EXCHANGE_BYTES = 2 * 1024 * 1024
+#: How many messages could be handled in the time that a round waits for its data to arrive. Measured between two test
+#: hosts (benchmarks/many_hosts.py): a message takes 32 us of Python and system calls at its two ends, and a round 5 us
+#: more. The switches of a data center add 20 to 60 us to a round.
+_MESSAGES_PER_ROUND = 2
 
 
 class Reduction:
@@ -95,12 +110,6 @@ class Reduction:
         if outgoing:
             self._unsent.append(self.group.exchange(outgoing, ()))
 
-    def progress(self) -> None:
-        """Advance the sends, and forget those that are done."""
-        with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
-            while self._unsent and self._unsent[0].done():
-                self._unsent.popleft()
-
     def finish_sending(self) -> None:
         """Wait until everything is sent, after which the memory may change."""
         self.group.wait(self._unsent, self._fingerprint, spin=False)
@@ -121,6 +130,9 @@ class Reduction:
             self.group.check_headers(headers)
             self._headers[number] = None
         self.group.wait([pending], self._fingerprint, spin=False)
+        with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
+            while self._unsent and self._unsent[0].done():
+                self._unsent.popleft()
 
     def take_term(self, piece: Array) -> Array:
         """Return a buffer that receives a term of a sum; `return_term` takes it back."""
@@ -153,170 +165,142 @@ class Reduction:
             self.codec.unpack(self.codec.pack(target), target)
 
 
-class ChunkReduction(Protocol):
-    """A chunk that is being reduced, in place."""
-
-    def advance(self) -> bool:
-        """Wait for this round's data and start the next round; return whether the chunk is finished."""
+#: Reduces a chunk, in place: each `next` ends a round and starts another one.
+Algorithm = Callable[[Reduction, Array], Iterator[None]]
 
 
-class PairExchange:
-    """A chunk that two members send each other as a whole and both reduce: one round."""
-
-    def __init__(self, reduction: Reduction, chunk: Array) -> None:
-        self._reduction, self._chunk = reduction, chunk
-        self._packed, self._term = reduction.codec.pack(chunk), reduction.take_term(chunk)
-        (self._peer,) = reduction.group.others
-        reduction.introduce(0, [self._peer])
-        outgoing, incoming = self._packed.view(np.uint8), self._term.view(np.uint8)
-        self._pending = reduction.group.exchange([(self._peer, outgoing)], [(self._peer, incoming)])
-
-    def advance(self) -> bool:
-        reduction, chunk = self._reduction, self._chunk
-        reduction.wait(0, self._pending)  # for the send too, since the sum overwrites what is sent
-        if chunk.size:
-            mine = chunk if reduction.codec.exact else reduction.unpacked(self._packed, chunk)
-            theirs = reduction.unpacked(self._term, chunk)
-            # Both members add rounded numbers in member order, so they get the same bits.
-            reduction.combine(chunk, [mine, theirs] if self._peer else [theirs, mine], rounded=False)
-        reduction.return_term(self._term)
-        return True
+def pair_exchange(reduction: Reduction, chunk: Array) -> Iterator[None]:
+    """Two members send each other the whole chunk, and both reduce it: one round."""
+    group, codec = reduction.group, reduction.codec
+    packed, term = codec.pack(chunk), reduction.take_term(chunk)
+    (peer,) = group.others
+    reduction.introduce(0, [peer])
+    pending = group.exchange([(peer, packed.view(np.uint8))], [(peer, term.view(np.uint8))])
+    yield
+    reduction.wait(0, pending)  # for the send too, since the sum overwrites what is sent
+    if chunk.size:
+        mine = chunk if codec.exact else reduction.unpacked(packed, chunk)
+        theirs = reduction.unpacked(term, chunk)
+        # Both members add rounded numbers in member order, so they get the same bits.
+        reduction.combine(chunk, [mine, theirs] if peer else [theirs, mine], rounded=False)
+    reduction.return_term(term)
 
 
-class Butterfly:
-    """A chunk that groups of members reduce and scatter, round by round, and then gather in the opposite order."""
-
-    def __init__(self, reduction: Reduction, chunk: Array) -> None:
-        self._reduction, self._position = reduction, reduction.group.position
-        self._groups = rounds(reduction.group.size, self._position)
-        #: By group, the parts of what this member reduced with the group before.
-        self._parts: list[list[Array]] = []
-        #: Rounds of the reduce-scatter, then rounds of the all-gather.
-        self._round = 0
-        self._scatter(chunk)
-
-    def _scatter(self, piece: Array) -> None:
-        """Begin a round of the reduce-scatter: everyone sends the others of its group their parts of a piece."""
-        reduction, group = self._reduction, self._groups[self._round]
+def butterfly(reduction: Reduction, chunk: Array) -> Iterator[None]:
+    """Groups of members reduce and scatter the chunk, round by round, and then gather in the opposite order."""
+    position, codec = reduction.group.position, reduction.codec
+    groups, piece, levels = rounds(reduction.group.size, position), chunk, []
+    for number, group in enumerate(groups):
         parts = [piece[cut] for cut in slices(piece.size, len(group), piece.itemsize)]
-        self._parts.append(parts)
-        me, others = self._me_and_others(group)
-        reduction.introduce(self._round, [group[i] for i in others])
-        self._receive(group, {i: reduction.take_term(parts[me]) for i in others})
+        me = group.index(position)
+        others = [(me + step) % len(group) for step in range(1, len(group))]  # so that not all send to one first
+        levels.append((group, parts, me, others))
+        piece = parts[me]
+        reduction.introduce(number, [group[i] for i in others])
+        terms = [reduction.take_term(piece) for _ in others]
+        pending = reduction.receive([(group[i], term) for i, term in zip(others, terms, strict=True)])
         reduction.send([([group[i]], parts[i]) for i in others])
-
-    def _gather(self) -> None:
-        """Begin a round of the all-gather: everyone sends the others of its group its part."""
-        reduction, group, parts = self._reduction, self._groups[self._level], self._parts[self._level]
-        me, others = self._me_and_others(group)
-        self._receive(group, {i: reduction.codec.receive_buffer(parts[i]) for i in others})
-        reduction.send([([group[i] for i in others], parts[me])])
-
-    @property
-    def _level(self) -> int:
-        """Which group exchanges in this round."""
-        return min(self._round, 2 * len(self._groups) - 1 - self._round)
-
-    def _me_and_others(self, group: Sequence[int]) -> tuple[int, list[int]]:
-        """This member's place in a group, and the others' from the next one on, so that not all send to one first."""
-        me = group.index(self._position)
-        return me, [(me + step) % len(group) for step in range(1, len(group))]
-
-    def _receive(self, group: Sequence[int], buffers: dict[int, Array]) -> None:
-        self._received = buffers
-        self._pending = self._reduction.receive([(group[i], buffer) for i, buffer in buffers.items()])
-
-    def advance(self) -> bool:
-        reduction, last = self._reduction, len(self._groups) - 1
-        reduction.wait(self._round, self._pending)
-        parts, received = self._parts[self._level], self._received
-        if self._round > last:
-            for i, data in received.items():
-                reduction.codec.unpack(data, parts[i])
-            self._round += 1
-            if self._round > 2 * last + 1:
-                return True
-            self._gather()
-            return False
-        mine = parts[self._groups[self._level].index(self._position)]
-        if mine.size:
-            terms = [reduction.unpacked(term, mine) for term in received.values()]
-            reduction.combine(mine, [mine, *terms], is_result=self._round == last)
-        self._round += 1
-        self._scatter(mine) if self._round <= last else self._gather()
-        for term in received.values():
+        yield
+        reduction.wait(number, pending)
+        if piece.size:
+            received = [reduction.unpacked(term, piece) for term in terms]
+            reduction.combine(piece, [piece, *received], is_result=number == len(groups) - 1)
+        for term in terms:
             reduction.return_term(term)
-        return False
+    for number, (group, parts, me, others) in enumerate(reversed(levels), len(groups)):
+        buffers = {i: codec.receive_buffer(parts[i]) for i in others}
+        pending = reduction.receive([(group[i], buffer) for i, buffer in buffers.items()])
+        reduction.send([([group[i] for i in others], parts[me])])
+        yield
+        reduction.wait(number, pending)
+        for i, buffer in buffers.items():
+            codec.unpack(buffer, parts[i])
 
 
-class Ring:
-    """A chunk whose parts are passed around the members twice: once to be added to, once as results."""
-
-    def __init__(self, reduction: Reduction, chunk: Array) -> None:
-        self._reduction, group = reduction, reduction.group
-        self._parts = [chunk[cut] for cut in slices(chunk.size, group.size, chunk.itemsize)]
-        self._round, self._last_sum = 0, group.size - 2
-        self._next, self._previous = (group.position + 1) % group.size, (group.position - 1) % group.size
-        reduction.introduce(0, group.others)
-        reduction.send([([self._next], self._parts[group.position])])
-        self._receive()
-
-    def _receive(self) -> None:
-        """Start to receive this round's part."""
-        reduction, group = self._reduction, self._reduction.group
-        self._part = part = self._parts[(group.position - 1 - self._round) % group.size]
-        is_term = self._round <= self._last_sum
-        self._buffer = reduction.take_term(part) if is_term else reduction.codec.receive_buffer(part)
-        self._pending = reduction.receive([(self._previous, self._buffer)])
-
-    def advance(self) -> bool:
-        reduction, part = self._reduction, self._part
-        reduction.wait(self._round, self._pending)
-        if part.size and self._round <= self._last_sum:
-            reduction.combine(part, [part, reduction.unpacked(self._buffer, part)], self._round == self._last_sum)
-            reduction.return_term(self._buffer)
+def ring(reduction: Reduction, chunk: Array) -> Iterator[None]:
+    """Parts of the chunk are passed around the members twice: once to be added to, once as results."""
+    position, size, codec = reduction.group.position, reduction.group.size, reduction.codec
+    parts = [chunk[cut] for cut in slices(chunk.size, size, chunk.itemsize)]
+    last_sum, part = size - 2, parts[position]
+    reduction.introduce(0, reduction.group.others)
+    for number in range(2 * (size - 1)):
+        reduction.send([([(position + 1) % size], part)])
+        part = parts[(position - 1 - number) % size]
+        is_term = number <= last_sum
+        buffer = reduction.take_term(part) if is_term else codec.receive_buffer(part)
+        pending = reduction.receive([((position - 1) % size, buffer)])
+        yield
+        reduction.wait(number, pending)
+        if part.size and is_term:
+            reduction.combine(part, [part, reduction.unpacked(buffer, part)], is_result=number == last_sum)
+            reduction.return_term(buffer)
         elif part.size:
-            reduction.codec.unpack(self._buffer, part)
-        if self._round == 2 * self._last_sum + 1:
-            return True
-        self._round += 1
-        reduction.send([([self._next], part)])
-        self._receive()
-        return False
-
-
-#: Starts the reduction of a chunk.
-Algorithm = Callable[[Reduction, Array], ChunkReduction]
+            codec.unpack(buffer, part)
 
 
 def choose_algorithm(members: int, nbytes: int) -> tuple[Algorithm, int]:
     """Choose the algorithm for a message of `nbytes`; return it and its number of rounds."""
     if members == 2 and nbytes <= PAIR_EXCHANGE_BYTES:
-        return PairExchange, 1
+        return pair_exchange, 1
     split = radices(members)
-    return (Butterfly, 2 * len(split)) if split[0] <= LARGEST_GROUP else (Ring, 2 * (members - 1))
+    return (butterfly, 2 * len(split)) if split[0] <= LARGEST_GROUP else (ring, 2 * (members - 1))
 
 
-class Pipeline:
-    """The chunks of one all-reduce that are under way, oldest first."""
+def reduce_small(
+    group: NetworkGroup, array: Array, op: Op, dtype: str, divisor: float, codec: Codec, fingerprint: Fingerprint
+) -> None:
+    """Combine the `array` of all members; all get the same bits.
 
-    def __init__(self, reduction: Reduction, algorithm: Algorithm) -> None:
-        self._reduction, self._algorithm = reduction, algorithm
-        self._chunks: deque[ChunkReduction] = deque()
+    Few members send their arrays to all others, and all reduce in member order: one round. Of many, groups do the same
+    one after the other, each with the sums of the round before.
 
-    def step(self, chunk: Array | None) -> None:
-        """Start a chunk, if there is one, and advance all older ones by a round.
+    Args:
+        group: the members.
+        array: 1-d storage array, the same length everywhere.
+        op, dtype, divisor: as in `reduce_into`.
+        codec: encodes what is sent.
+        fingerprint: of the operation.
+    """
+    left = group.size
+    for members in rounds(group.size, group.position):
+        left //= len(members)
+        terms = np.empty((len(members), array.size), array.dtype)
+        received = [codec.receive_buffer(term) for term in terms]
+        packed = codec.pack(array).view(np.uint8)
+        outgoing: list[Bytes | None] = [None] * group.size
+        incoming: list[Bytes | None] = [None] * group.size
+        for i, term in zip(members, received, strict=True):
+            outgoing[i], incoming[i] = packed, term.view(np.uint8)
+        group.exchange_all(outgoing, incoming, fingerprint, members=[i for i in members if i != group.position])
+        for data, term in zip(received, terms, strict=True):
+            codec.unpack(data, term)
+        reduce_into(array, list(terms), op, dtype, divisor if left == 1 else 1)
 
-        A chunk is finished after as many further steps as its algorithm has rounds.
-        """
-        older = list(self._chunks)
-        if chunk is not None:
-            self._chunks.append(self._algorithm(self._reduction, chunk))
-        for started in older:
-            if started.advance():
-                self._chunks.popleft()
-        self._reduction.progress()
 
-    def finish(self) -> None:
-        """Wait until everything is sent, after which the memory may change."""
-        self._reduction.finish_sending()
+@lru_cache(maxsize=256)
+def radices(members: int) -> tuple[int, ...]:
+    """The radices, largest first, with which a message that is passed on in every round arrives soonest.
+
+    Their product is the number of members, so a prime number has a single one.
+    """
+    best: tuple[int, ...] = (members,)
+    for radix in range(2, math.isqrt(members) + 1):
+        if members % radix == 0:
+            split = tuple(sorted((radix, *radices(members // radix)), reverse=True))
+            best = min(best, split, key=cost)  # of equal ones, the one with fewer rounds
+    return best
+
+
+def cost(split: tuple[int, ...]) -> int:
+    """The time of all rounds with these radices, as a number of messages that could be handled in it."""
+    return sum(_MESSAGES_PER_ROUND + radix - 1 for radix in split)
+
+
+def rounds(members: int, position: int) -> list[list[int]]:
+    """By round, the positions that exchange with each other, this member's included, in the order of their digits."""
+    stride, found = 1, []
+    for radix in radices(members):
+        first = position - position // stride % radix * stride
+        found.append([first + digit * stride for digit in range(radix)])
+        stride *= radix
+    return found

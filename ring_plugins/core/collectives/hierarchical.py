@@ -1,36 +1,51 @@
-"""All-reduce on several hosts: reduced inside each host, then between hosts, then shared inside each host.
+"""Two levels: what several hosts do together passes through their ranks' shared memory and over the network.
 
-**Idea.** NCCL and Horovod call it hierarchical: the slow network moves each host's sum once, instead of every rank's
-numbers. As in rail-optimized networks, the work between hosts is shared: ranks of equal local rank on all hosts form a
-*rail*, a `NetworkGroup` of their own. Rail i owns slice i of every chunk, so as many processes of a host send at
-once as there are rails, which is the number of ranks on the smallest host.
+**Problem.** If all ranks exchange with all others, a byte that all ranks of a host need crosses the host's network card
+once for each of them, and a job of n ranks keeps n(n-1)/2 connections.
 
-**Pipeline.** The three stages run at the same time, on different chunks. In each step the ranks of a host
+**Idea.** NCCL and Horovod call it hierarchical: every byte enters a host once. As in rail-optimized networks, the work
+between hosts is shared: ranks of equal local rank on all hosts form a *rail*, a `NetworkGroup` of their own, and only
+the members of a rail exchange data between hosts. As many processes of a host send at once as there are rails, which is
+the number of ranks on the smallest host. Small operations use the first rail only, so that a host sends each other host
+one message.
 
-1. reduce-scatter a new chunk inside the host: each rail's rank combines its slice of all ranks' numbers,
-2. pass that slice to the rail's pipeline (`algorithms`), which advances all its chunks by a round,
-3. all-gather a chunk whose rounds are over: everyone copies the results of all rails.
+**Pipeline.** `TwoLevels.run` cuts an operation into pieces, and takes each through three stages: within the host,
+between hosts, within the host. In each step the ranks of a host
 
-Steps 1 and 3 are the *intra-node stage*, and share one barrier. There is one class of stage for each kind of memory: a
-single rank's, memory that all ranks of the host map, and ordinary memory. All ranks of a host choose the same class,
-because they allocate together and call with equal sizes.
+1. give a piece: each puts what others need of it into input buffers that all of the host map,
+2. end a round of the older pieces that are between hosts, if they belong to a rail,
+3. pass a barrier, after which rails combine the new piece, where numbers are reduced, and start to transfer it,
+4. take what ranks of their own host gave in this step, and what rails have of the oldest piece, in result buffers.
 
-**Progress.** While a rank waits for the other ranks of its host, it keeps its rail's transfers moving. Those ranks may
-be waiting for a remote host that itself waits for data that this rank still has to send; where the kernel buffers
-little, two hosts could block each other forever.
+Two input buffers alternate, and two result buffers. A buffer is written again two steps later, and the barrier of the
+step in between comes after everyone's reads. The last step reads only result buffers, and the next operation writes
+those after its first barrier. A collective is a recipe for these stages: `HierarchicalAllReduce` below, and the others
+in hierarchical_collectives.py.
 
-**Small messages**: the first ranks of all hosts exchange their hosts' sums, in one round up to seven hosts.
+**All-reduce.** Each rail combines its slice of a piece from all ranks of the host, reduces it with the other hosts
+(`algorithms`), and leaves the result for the host. Between hosts a piece takes several rounds, one in each step, so
+several pieces are under way, and the newest one has a whole step for its first round. Memory that all ranks of a host
+map needs no buffers: each rail reads and writes everyone's, without a barrier between the pieces. All ranks of a host
+have the same kind of memory, because they allocate together and call with equal sizes.
+
+**Progress.** While a rank waits at a barrier, and pieces are under way, it keeps its rail's transfers moving. The
+others may be waiting for a remote host that itself waits for data that this rank still has to send; where the kernel
+buffers little, two hosts could block each other forever.
 
 **Averages.** The sum is divided once, at the end, with two exceptions. The largest float16 is 65,504, so a host's sum
 may overflow where the average does not: the sum is first scaled down by a power of two, which costs no precision, and
 divided by the rest at the end. Numbers that are rounded to 16 bits for the network are divided before that, for the
 same reason.
+
+**Mismatches.** The ranks of a host compare fingerprints at the first barrier, and rails between hosts. Whoever finds a
+mismatch tells the ranks that wait for it, so all ranks raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,117 +55,234 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
-from ring_plugins.core.collectives.algorithms import Pipeline, Reduction, choose_algorithm
-from ring_plugins.core.collectives.butterfly import radices
+from ring_plugins.core.collectives.algorithms import Reduction, choose_algorithm, radices, reduce_small
 from ring_plugins.core.collectives.fingerprint import Fingerprint
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
 from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
 
-#: Bytes of one message of a chunk: large enough that Python's overhead is small, small enough that the last message,
+#: Bytes of one message of a piece: large enough that Python's overhead is small, small enough that the last message,
 #: which nothing overlaps, is short.
 _MESSAGE_BYTES = 256 * 1024
 _SMALLEST_MESSAGE_BYTES = 64 * 1024
-#: An array is cut into about this many chunks, within the limits above.
-_CHUNKS = 4
+#: An array is cut into about this many pieces, within the limits above.
+_PIECES = 4
 #: A message is small if a host that receives the whole sums of others then receives no more than this. With two hosts,
 #: cutting it into parts would not make a host receive less.
 _SMALL_RECEIVED_BYTES = 256 * 1024
+
+#: Does one part of a step.
+Part = Callable[[int], None]
+#: The transfer of a piece: the first `next` starts it, and each further one ends a round.
+Transfer = Callable[[NetworkGroup, int], Iterator[None]]
+
+
+def nothing(step: int) -> None:
+    """The part of a step in which there is nothing to do."""
+
+
+class TwoLevels:
+    """One member's side of the pipeline of a communicator that spans hosts.
+
+    Args:
+        node: the members of this host, None where this is the only one.
+        rail: the members of equal local rank on all hosts, in the order of `hosts`; None if a host has no such one.
+        hosts: by host, the positions of its members in the communicator.
+        position: of this member in the communicator.
+
+    Attributes:
+        node, rail, hosts, position: as given.
+        host: which of them is this one.
+        local_rank: position on it.
+        rails: number of rails.
+    """
+
+    def __init__(
+        self, node: SharedMemoryGroup | None, rail: NetworkGroup | None, hosts: Sequence[Sequence[int]], position: int
+    ) -> None:
+        self.node, self.rail, self.position, self.hosts = node, rail, position, tuple(map(tuple, hosts))
+        self.host = self.host_of(position)
+        self.local_rank = self.hosts[self.host].index(position)
+        self.rails = min(map(len, hosts))
+        self._staging = [np.empty(4 * CHUNK_STAGING_BYTES, np.uint8)] if node is None else node.chunk_staging
+        self._buffers: dict[np.dtype[Any], tuple[list[list[Array]], list[list[Array]]]] = {}
+
+    def buffers(self, storage: np.dtype[Any]) -> tuple[list[list[Array]], list[list[Array]]]:
+        """The input and the result buffers for a type, by the parity of the step, then by local rank."""
+        if storage not in self._buffers:
+            quarters = [slice(i * CHUNK_STAGING_BYTES, (i + 1) * CHUNK_STAGING_BYTES) for i in range(4)]
+            made = [[whole[quarter].view(storage) for whole in self._staging] for quarter in quarters]
+            self._buffers[storage] = made[:2], made[2:]
+        return self._buffers[storage]
+
+    def host_of(self, position: int) -> int:
+        return next(host for host, members in enumerate(self.hosts) if position in members)
+
+    def run(
+        self,
+        fingerprint: Fingerprint,
+        steps: int,
+        rails: int,
+        give: Part,
+        transfer: Transfer,
+        take_local: Part = nothing,
+        take_remote: Part = nothing,
+        rounds: int = 1,
+        lag: int = 0,
+        in_place: bool = False,
+    ) -> None:
+        """Run an operation.
+
+        Args:
+            fingerprint: of the operation.
+            steps: number of pieces, at least one.
+            rails: how many rails it uses.
+            give: puts this rank's part of a piece into input buffers.
+            transfer: moves a piece between hosts; called where this rank belongs to a rail in use.
+            take_local: takes what ranks of this host gave from the input buffers.
+            take_remote: takes what rails have in the result buffers.
+            rounds: of a transfer.
+            lag: steps that a transfer is given before its first round ends.
+            in_place: whether the ranks of a host need no barrier between the pieces, but one at the end.
+        """
+        rail = self.rail if self.local_rank < rails else None
+        barriers = self.node.barriers if self.node is not None else None
+        meanwhile = rail.progress if rail is not None and lag else None
+        delay = rounds + lag
+        under_way: deque[tuple[int, Iterator[None]]] = deque(maxlen=delay)  # the oldest ends when another one starts
+        try:
+            for step in range(steps + delay):
+                if step < steps:
+                    give(step)
+                for number, piece in under_way:
+                    if number + lag < step:
+                        next(piece, None)
+                if barriers is not None and step == 0:
+                    barriers.arrive(fingerprint, meanwhile)
+                elif barriers is not None and not in_place and (step < steps or step >= delay):
+                    barriers.synchronize(meanwhile=meanwhile)
+                if step < steps:
+                    if rail is not None:  # not before this host's ranks agree: others take it for the host's word
+                        under_way.append((step, transfer(rail, step)))
+                        next(under_way[-1][1], None)
+                        rail.progress()
+                    take_local(step)
+                if step >= delay:
+                    take_remote(step - delay)
+            for _, piece in under_way:
+                next(piece, None)
+            if barriers is not None and in_place:
+                barriers.synchronize()
+        except MismatchError as error:
+            self.report_mismatch(error)
+            raise
+
+    def report_mismatch(self, error: MismatchError) -> None:
+        """Tell the ranks that wait for this one, on its host and on others, of a mismatch that it found.
+
+        Between hosts the first rail is enough: its members take part in every operation, and tell their hosts.
+        """
+        if self.node is not None:
+            self.node.barriers.report_mismatch(error)
+        if self.rail is not None and self.local_rank == 0:
+            self.rail.report_mismatch(error)
 
 
 class HierarchicalAllReduce:
     """One member's side of the all-reduces of a communicator that spans hosts; implements `Reducer`.
 
     Args:
-        node: the members of this host, None where this is the only one.
-        rail: the members of equal local rank on all hosts, None where some host has no such member.
-        local_rank: position on this host.
-        rails: number of rails.
-        num_nodes: number of hosts.
-        size: of the communicator.
+        levels: of the communicator.
     """
 
-    def __init__(
-        self,
-        node: SharedMemoryGroup | None,
-        rail: NetworkGroup | None,
-        local_rank: int,
-        rails: int,
-        num_nodes: int,
-        size: int,
-    ) -> None:
-        self._node, self._rail = node, rail
-        self._local_rank, self._rails, self._num_nodes, self._size = local_rank, rails, num_nodes, size
-        messages = sum(radix - 1 for radix in radices(num_nodes))
-        self.largest_small = max(SMALL_BYTES, _SMALL_RECEIVED_BYTES // messages)
+    def __init__(self, levels: TwoLevels) -> None:
+        self._levels, self._size = levels, sum(map(len, levels.hosts))
+        self._largest_small = largest_small(len(levels.hosts))
 
     def all_reduce(
         self, array: Array, source: Array, op: Op, dtype: str, codec: Codec | None, fingerprint: Fingerprint
     ) -> None:
         """As in `Reducer`."""
-        codec = codec or IdentityCodec()
+        levels, codec = self._levels, codec or IdentityCodec()
+        node, me, hosts = levels.node, levels.local_rank, len(levels.hosts)
         before, after = average_divisors(self._size, dtype, not codec.exact) if op is Op.AVERAGE else (1.0, 1.0)
-        try:
-            if array.nbytes <= self.largest_small:
-                self._reduce_small(array, source, LocalReduction(op, dtype, before, 1, fingerprint), after, codec)
+        is_small = array.nbytes <= self._largest_small
+        rails, length, rounds = 1, max(array.size, 1), 1
+        if not is_small:
+            rails, length = levels.rails, piece_bytes(array.nbytes, levels.rails, hosts) // array.itemsize
+            algorithm, rounds = choose_algorithm(hosts, array.nbytes)
+            if levels.rail is not None:
+                reduction = Reduction(levels.rail, op, dtype, after, codec, array.nbytes, fingerprint)
+        steps = -(-array.size // length) or 1
+        inputs, results = levels.buffers(array.dtype)
+        mapped = node.mapped(array) if node is not None else None
+        if mapped is not None and source is not array:
+            np.copyto(array, source)
+            source = array
+
+        def piece_of(whole: Array, step: int) -> Array:
+            return whole[step * length : (step + 1) * length]
+
+        def cuts(step: int) -> Sequence[slice]:
+            """The rails' slices of a piece."""
+            return slices(min(length, array.size - step * length), rails, array.itemsize)
+
+        def give(step: int) -> None:
+            mine, staged = piece_of(source, step), inputs[step & 1][me]
+            for rail, cut in enumerate(cuts(step)):
+                if rail != me:
+                    np.copyto(staged[cut], mine[cut])
+
+        def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
+            cut = cuts(step)[me]
+            target = piece_of(array, step)[cut]
+            mine = target if source is array else piece_of(source, step)[cut]
+            pieces = inputs[step & 1] if mapped is None else [piece_of(whole, step) for whole in mapped]
+            others = [piece[cut] for i, piece in enumerate(pieces) if i != me]
+            reduce_into(target, [mine, *others], op, dtype, before)
+            if is_small:
+                reduce_small(rail, target, op, dtype, after, codec, fingerprint)
             else:
-                local = LocalReduction(op, dtype, before, self._rails, fingerprint)
-                self._reduce_chunks(array, source, local, after, codec)
-        except MismatchError as error:
-            report_mismatch(error, self._node, self._rail, self._local_rank)
-            raise
+                yield from algorithm(reduction, target)
+            if mapped is not None:
+                for other in others:
+                    np.copyto(other, target)
+            elif node is not None:
+                np.copyto(results[step & 1][me][cut], target)
+            if not is_small and step == steps - 1:
+                yield  # nobody waits for what this rank still sends, but the memory may not change before
+                reduction.finish_sending()
 
-    def _reduce_small(self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec) -> None:
-        whole = slice(0, array.size)
-        stage = intra_node_stage(self._node, array, source, local)
-        stage.step(whole, None)
-        if self._local_rank == 0:
-            assert self._rail is not None
-            self._rail.all_reduce_small(array, local.op, local.dtype, divisor, codec, local.fingerprint)
-        stage.step(None, whole)
-        stage.finish()
+        def take(step: int) -> None:
+            result = piece_of(array, step)
+            for rail, cut in enumerate(cuts(step)):
+                if rail != me:
+                    np.copyto(result[cut], results[step & 1][rail][cut])
 
-    def _reduce_chunks(self, array: Array, source: Array, local: LocalReduction, divisor: float, codec: Codec) -> None:
-        rail, op, dtype, fingerprint = self._rail, local.op, local.dtype, local.fingerprint
-        length = self.chunk_bytes(array.nbytes) // array.itemsize
-        chunks = [slice(start, min(start + length, array.size)) for start in range(0, array.size, length)]
-        stage = intra_node_stage(self._node, array, source, local, rail.progress if rail is not None else None)
-        algorithm, rounds = choose_algorithm(self._num_nodes, array.nbytes)
-        pipeline = None
-        delay = rounds + 1
-        for step in range(len(chunks) + delay):
-            new = chunks[step] if step < len(chunks) else None
-            stage.step(new, chunks[step - delay] if step >= delay else None)
-            if step == 0 and rail is not None:  # not before this host's ranks agree: others take it for the host's word
-                pipeline = Pipeline(Reduction(rail, op, dtype, divisor, codec, array.nbytes, fingerprint), algorithm)
-            if pipeline is not None:
-                pipeline.step(self._rail_slice(array[new]) if new is not None else None)
-        if pipeline is not None:
-            pipeline.finish()
-        stage.finish()
-
-    def _rail_slice(self, chunk: Array) -> Array:
-        return chunk[slices(chunk.size, self._rails, chunk.itemsize)[self._local_rank]]
-
-    def chunk_bytes(self, nbytes: int) -> int:
-        """Bytes of a chunk, the same on all ranks; a multiple of the cache lines that its parts are aligned to."""
-        parts = self._rails * self._num_nodes
-        wanted = min(
-            max(nbytes // _CHUNKS, parts * _SMALLEST_MESSAGE_BYTES), parts * _MESSAGE_BYTES, CHUNK_STAGING_BYTES
+        if mapped is not None:
+            give = take = nothing
+        levels.run(
+            fingerprint,
+            steps,
+            rails,
+            give,
+            transfer,
+            take_remote=take,
+            rounds=rounds,
+            lag=0 if is_small else 1,
+            in_place=mapped is not None,
         )
-        return max(wanted // (CACHE_LINE * parts), 1) * CACHE_LINE * parts
 
 
-def report_mismatch(
-    error: MismatchError, node: SharedMemoryGroup | None, rail: NetworkGroup | None, local_rank: int
-) -> None:
-    """Tell the ranks that wait for this one, on its host and on others, of a mismatch that it found.
+def largest_small(hosts: int) -> int:
+    """Bytes of the largest message that is not cut."""
+    return max(SMALL_BYTES, _SMALL_RECEIVED_BYTES // sum(radix - 1 for radix in radices(hosts)))
 
-    Between hosts the first rail is enough: its members take part in every operation, and tell their hosts.
-    """
-    if node is not None:
-        node.barriers.report_mismatch(error)
-    if rail is not None and local_rank == 0:
-        rail.report_mismatch(error)
+
+def piece_bytes(nbytes: int, rails: int, hosts: int) -> int:
+    """Bytes of a piece, the same on all ranks; a multiple of the cache lines that its parts are aligned to."""
+    parts = rails * hosts
+    wanted = min(max(nbytes // _PIECES, parts * _SMALLEST_MESSAGE_BYTES), parts * _MESSAGE_BYTES, CHUNK_STAGING_BYTES)
+    return max(wanted // (CACHE_LINE * parts), 1) * CACHE_LINE * parts
 
 
 def average_divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, float]:
@@ -164,167 +296,3 @@ def average_divisors(size: int, dtype: str, is_rounded: bool) -> tuple[float, fl
         return 1.0, float(size)
     before = 1 << (size - 1).bit_length()
     return float(before), size / before
-
-
-class LocalReduction(NamedTuple):
-    """The reduction that the ranks of a host compute together.
-
-    Attributes:
-        op, dtype, divisor: as in `reduce_into`.
-        rails: number of rails; that many ranks of a host, the first ones, own a slice of each chunk.
-        fingerprint: of the operation.
-    """
-
-    op: Op
-    dtype: str
-    divisor: float
-    rails: int
-    fingerprint: Fingerprint
-
-
-class IntraNodeStage(Protocol):
-    """The part of a hierarchical all-reduce that happens inside a host."""
-
-    def step(self, new: slice | None, old: slice | None) -> None:
-        """Reduce-scatter chunk `new` among the ranks of the host, and all-gather the results of chunk `old`.
-
-        Afterwards this rail's slice of `new` holds the host's sum, and `old` holds the results of all rails.
-        """
-
-    def finish(self) -> None:
-        """Return when no other rank touches this rank's memory any more; called after the last step."""
-
-
-def intra_node_stage(
-    node: SharedMemoryGroup | None,
-    array: Array,
-    source: Array,
-    local: LocalReduction,
-    meanwhile: Callable[[], None] | None = None,
-) -> IntraNodeStage:
-    """Choose the stage that fits the memory.
-
-    Args:
-        node: the ranks of this host, None where this is the only one.
-        array: 1-d storage array, for the result.
-        source: this rank's numbers; may be `array` itself.
-        local: the reduction.
-        meanwhile: called repeatedly while this rank waits for others of its host.
-    """
-    if node is None:
-        return _OneRank(array, source, local)
-    mapped = node.mapped(array)
-    if mapped is None:
-        return _StagedMemory(node, array, source, local, meanwhile)
-    if source is not array:
-        np.copyto(array, source)
-    return _MappedMemory(node, mapped, local)
-
-
-class _OneRank:
-    """The only rank of its host: nothing to exchange. It copies each chunk just before it is sent."""
-
-    def __init__(self, array: Array, source: Array, local: LocalReduction) -> None:
-        self._array, self._source, self._local = array, source, local
-
-    def step(self, new: slice | None, old: slice | None) -> None:
-        if new is None:
-            return
-        piece = self._array[new]
-        if self._source is not self._array:
-            np.copyto(piece, self._source[new])
-        if self._local.divisor != 1:
-            reduce_into(piece, [piece], self._local.op, self._local.dtype, self._local.divisor)
-
-    def finish(self) -> None:
-        pass
-
-
-class _MappedMemory:
-    """Memory that all ranks map: each rail's rank reads and writes everyone's, without a barrier between the chunks."""
-
-    def __init__(self, node: SharedMemoryGroup, parts: Sequence[Array], local: LocalReduction) -> None:
-        self._node, self._parts, self._local = node, parts, local
-        node.barriers.arrive(local.fingerprint)
-
-    def _rail_slices(self, chunk: slice) -> list[Array]:
-        """This rail's slice of a chunk in the memory of every rank, this rank's first."""
-        position = self._node.position
-        pieces = [part[chunk] for part in self._parts]
-        cut = slices(pieces[0].size, self._local.rails, pieces[0].itemsize)[position]
-        return [pieces[position][cut], *(piece[cut] for i, piece in enumerate(pieces) if i != position)]
-
-    def step(self, new: slice | None, old: slice | None) -> None:
-        if self._node.position >= self._local.rails:
-            return
-        if new is not None:
-            pieces = self._rail_slices(new)
-            reduce_into(pieces[0], pieces, self._local.op, self._local.dtype, self._local.divisor)
-        if old is not None:
-            result, *others = self._rail_slices(old)
-            for other in others:
-                np.copyto(other, result)
-
-    def finish(self) -> None:
-        self._node.barriers.synchronize()
-
-
-class _StagedMemory:
-    """Ordinary memory: numbers and results go through staging buffers, with one barrier per step.
-
-    Two buffers for numbers alternate, and two for results. A buffer is written again two steps later, and the barrier
-    of the step in between comes after everyone's reads.
-    """
-
-    def __init__(
-        self,
-        node: SharedMemoryGroup,
-        array: Array,
-        source: Array,
-        local: LocalReduction,
-        meanwhile: Callable[[], None] | None,
-    ) -> None:
-        self._node, self._array, self._source, self._local = node, array, source, local
-        self._meanwhile = meanwhile
-        count = CHUNK_STAGING_BYTES // array.itemsize
-        staging = [whole.view(array.dtype) for whole in node.chunk_staging]
-        first, second, third, fourth = [[whole[i * count : (i + 1) * count] for whole in staging] for i in range(4)]
-        self._inputs, self._results = (first, second), (third, fourth)
-        self._turn = 0
-        self._arrived = False
-
-    def step(self, new: slice | None, old: slice | None) -> None:
-        if new is None and old is None:  # on all ranks of the host
-            return
-        node, local, position = self._node, self._local, self._node.position
-        self._turn ^= 1
-        inputs, results = self._inputs[self._turn], self._results[self._turn]
-        chunk, chunk_cuts = self._cut(new)
-        mine = self._source[new] if new is not None else chunk
-        result, result_cuts = self._cut(old)
-        for i, cut in enumerate(chunk_cuts):
-            if i != position:
-                np.copyto(inputs[position][cut], mine[cut])
-        if position < len(result_cuts):
-            cut = result_cuts[position]
-            np.copyto(results[position][cut], result[cut])
-        if self._arrived:
-            node.barriers.synchronize(meanwhile=self._meanwhile)
-        else:
-            node.barriers.arrive(local.fingerprint, self._meanwhile)
-            self._arrived = True
-        if position < len(chunk_cuts):
-            cut = chunk_cuts[position]
-            others = [staged[cut] for i, staged in enumerate(inputs) if i != position]
-            reduce_into(chunk[cut], [mine[cut], *others], local.op, local.dtype, local.divisor)
-        for i, cut in enumerate(result_cuts):
-            if i != position:
-                np.copyto(result[cut], results[i][cut])
-
-    def _cut(self, chunk: slice | None) -> tuple[Array, Sequence[slice]]:
-        """A chunk of the array, and the rails' slices of it."""
-        piece = self._array[chunk] if chunk is not None else self._array[:0]
-        return piece, slices(piece.size, self._local.rails, piece.itemsize) if piece.size else ()
-
-    def finish(self) -> None:
-        """Do nothing: the last step reads only results, and the next operation writes those after a barrier."""

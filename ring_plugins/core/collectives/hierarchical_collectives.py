@@ -1,10 +1,4 @@
-"""Barrier, broadcast, all-gather, reduce-scatter and all-to-all on several hosts: every byte enters a host once.
-
-**Problem.** If all ranks exchange with all others, a byte that all ranks of a host need crosses the host's network card
-once for each of them, and a job of n ranks keeps n(n-1)/2 connections.
-
-**Idea.** As in `hierarchical`, ranks of equal local rank on all hosts form a *rail*, and only the members of a rail
-exchange data between hosts. The ranks of a host give it to their rails, and take it from there, in shared memory:
+"""Barrier, broadcast, all-gather, reduce-scatter and all-to-all on several hosts, as recipes for `TwoLevels`.
 
 - barrier: one message from each host to each other;
 - broadcast: the rails of the root's host share the data. For more than two hosts each other host receives one part and
@@ -14,28 +8,8 @@ exchange data between hosts. The ranks of a host give it to their rails, and tak
 - all-to-all: the small parts from the ranks of one host to those of another travel as one block. A large part goes
   directly from rank to rank, which saves two copies: no other rank needs it.
 
-Small operations use the first rail only, so that a host sends each other host one message.
-
-**Pipeline.** Large data is cut into pieces. In each step the ranks of a host
-
-1. put a piece for other ranks into the input buffers of the rails,
-2. finish the transfer of the piece before, if they belong to a rail,
-3. pass a barrier, after which rails start to transfer the new piece,
-4. take what ranks of their own host gave in this step, and what other hosts sent in the step before.
-
-Input buffers and result buffers alternate, as in `hierarchical`: a buffer is written again two steps later, and the
-barrier of the step in between comes after everyone's reads. The last step reads only result buffers, and the next
-operation writes those after its first barrier.
-
-**Mismatches.** The ranks of a host compare fingerprints at the first barrier, and the first rail compares them between
-hosts. Whoever finds a mismatch tells the ranks that wait for it, on its host and on others, so all ranks raise.
-
-Considered and rejected: all-reduce (`hierarchical`) by this pipeline, too. There each rank is on a rail, and numbers
-are summed on both sides of a transfer; here only data moves, and most ranks of a small operation are on no rail. A
-common loop needs two more callbacks and saves five lines, and one table of pieces for all collectives puts a loop over
-all pairs of ranks into each small all-to-all.
-
-The file is longer than others, since the collectives share this pipeline.
+Only bytes move here, and hosts know their sizes. So all hosts compare headers once, on the first rail, at the first
+piece; an all-reduce's messages have headers of their own.
 """
 
 from __future__ import annotations
@@ -54,9 +28,9 @@ from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import ByteCollectives
 from ring_plugins.core.collectives.fingerprint import Fingerprint, size_mismatch
-from ring_plugins.core.collectives.hierarchical import average_divisors, report_mismatch
+from ring_plugins.core.collectives.hierarchical import Part, Transfer, TwoLevels, average_divisors, nothing
 from ring_plugins.core.collectives.net_group import SMALL_BYTES, NetworkGroup
-from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES, SharedMemoryGroup
+from ring_plugins.core.collectives.shm_group import CHUNK_STAGING_BYTES
 from ring_plugins.core.net.transport import Request
 
 #: Up to this size an operation uses the first rail only. Above it, several processes send at once.
@@ -67,107 +41,58 @@ _PIECE_BYTES = 512 * 1024
 #: Most bytes of a part of an all-to-all that travels in a block. Measured crossover, 2 to 4 hosts of 2 to 8 ranks.
 _BLOCK_PART_BYTES = 16 * 1024
 
-#: Does one part of a step.
-_Part = Callable[[int], None]
-#: Starts the transfers of a step, yields, and finishes them.
-_Transfer = Callable[[NetworkGroup, int], Iterator[None]]
-
-
-def _nothing(step: int) -> None:
-    """The part of a step in which there is nothing to do."""
-
 
 class HierarchicalCollectives(ByteCollectives):
     """One member's side of the collectives of a communicator that spans hosts; implements `ByteCollectives`.
 
     Args:
-        node: the members of this host, None where this is the only one.
-        rail: the members of equal local rank on all hosts, in the order of `hosts`; None if a host has no such one.
+        levels: of the communicator.
         all_members: of the communicator; two connect when they first exchange a large part of an all-to-all.
-        hosts: by host, the positions of its members in the communicator.
     """
 
-    def __init__(
-        self,
-        node: SharedMemoryGroup | None,
-        rail: NetworkGroup | None,
-        all_members: NetworkGroup,
-        hosts: Sequence[Sequence[int]],
-    ) -> None:
-        self._node, self._rail, self._all = node, rail, all_members
-        self._hosts, self._position = tuple(map(tuple, hosts)), all_members.position
-        self._host = self._host_of(self._position)
+    def __init__(self, levels: TwoLevels, all_members: NetworkGroup) -> None:
+        self._levels, self._all = levels, all_members
+        self._node, self._hosts, self._host = levels.node, levels.hosts, levels.host
+        self._local_rank, self._rails = levels.local_rank, levels.rails
+        self._inputs, self._results = levels.buffers(np.dtype(np.uint8))
         self._members = self._hosts[self._host]
-        self._local_rank = self._members.index(self._position)
         self._remote = [host for host in range(len(self._hosts)) if host != self._host]
-        self._rails = min(map(len, self._hosts))
-        staging = [np.empty(4 * CHUNK_STAGING_BYTES, np.uint8)] if node is None else node.chunk_staging
-        quarters = [slice(i * CHUNK_STAGING_BYTES, (i + 1) * CHUNK_STAGING_BYTES) for i in range(4)]
-        buffers = [[whole[quarter] for whole in staging] for quarter in quarters]
-        #: By the parity of the step, then by local rank.
-        self._inputs, self._results = buffers[:2], buffers[2:]
-
-    def _host_of(self, position: int) -> int:
-        return next(host for host, members in enumerate(self._hosts) if position in members)
-
-    # The pipeline ---------------------------------------------------------------------------------
 
     def _run(
         self,
         fingerprint: Fingerprint,
         steps: int,
         rails: int,
-        give: _Part,
-        transfer: _Transfer,
-        take_local: _Part = _nothing,
-        take_remote: _Part = _nothing,
+        give: Part,
+        transfer: Transfer,
+        take_local: Part = nothing,
+        take_remote: Part = nothing,
         begin: Callable[[NetworkGroup], Callable[[], None]] | None = None,
     ) -> None:
-        """Run an operation.
+        """As `TwoLevels.run`, with headers.
 
         Args:
-            fingerprint: of the operation.
-            steps: number of pieces, at least one.
-            rails: how many rails it uses.
-            give: puts this rank's part of a piece into input buffers.
-            transfer: moves a piece between hosts; called where this rank belongs to a rail in use.
-            take_local: takes what ranks of this host gave from the input buffers.
-            take_remote: takes what other hosts sent from the result buffers.
-            begin: on the first rail, sends headers and returns a function that compares those of the other hosts.
+            begin: on the first rail, sends headers and returns a function that compares those of the other hosts; by
+                default they say nothing but which operation this is.
         """
-        rail = self._rail if self._local_rank < rails else None
-        check: Callable[[], None] | None = None
-        under_way: Iterator[None] = iter(())
-        try:
-            for step in range(steps + 1):
-                if step < steps:
-                    give(step)
-                if check is not None:
-                    check()
-                    check = None
-                for _ in under_way:
-                    pass
-                if self._node is not None:
-                    barriers = self._node.barriers
-                    barriers.synchronize() if step else barriers.arrive(fingerprint)
-                if step < steps:
-                    if rail is not None:
-                        if step == 0 and self._local_rank == 0:
-                            check = begin(rail) if begin is not None else self._send_headers(rail, fingerprint)
-                        under_way = transfer(rail, step)
-                        next(under_way, None)
-                        rail.progress()
-                    take_local(step)
-                if step:
-                    take_remote(step - 1)
-        except MismatchError as error:
-            report_mismatch(error, self._node, self._rail, self._local_rank)
-            raise
+
+        def headed(rail: NetworkGroup, step: int) -> Iterator[None]:
+            moving = transfer(rail, step)
+            return moving if step or self._local_rank else with_headers(rail, moving)
+
+        def with_headers(rail: NetworkGroup, moving: Iterator[None]) -> Iterator[None]:
+            check = begin(rail) if begin is not None else self._send_headers(rail, fingerprint)
+            next(moving, None)
+            yield
+            check()
+            next(moving, None)
+
+        self._levels.run(fingerprint, steps, rails, give, headed, take_local, take_remote)
 
     def _send_headers(self, rail: NetworkGroup, fingerprint: Fingerprint) -> Callable[[], None]:
         """Tell the other hosts which operation this is; returns a function that compares it with theirs."""
-        nothing = [0] * len(self._hosts)
-        return partial(rail.check_headers, rail.send_headers(nothing, nothing, fingerprint))
+        sizes = [0] * len(self._hosts)
+        return partial(rail.check_headers, rail.send_headers(sizes, sizes, fingerprint))
 
     def _rails_for(self, nbytes: int) -> int:
         return 1 if nbytes <= _ONE_RAIL_BYTES else self._rails
@@ -175,10 +100,11 @@ class HierarchicalCollectives(ByteCollectives):
     # Collectives ----------------------------------------------------------------------------------
 
     def barrier(self, fingerprint: Fingerprint) -> None:
-        self._run(fingerprint, 1, 1, _nothing, lambda rail, step: iter(()))
+        self._run(fingerprint, 1, 1, nothing, lambda rail, step: iter(()))
 
     def broadcast(self, data: Bytes, root: int, fingerprint: Fingerprint) -> None:
-        rails, is_root, root_host = self._rails_for(data.size), self._position == root, self._host_of(root)
+        rails, is_root = self._rails_for(data.size), self._levels.position == root
+        root_host = self._levels.host_of(root)
         length, buffers = rails * _PIECE_BYTES, self._inputs if self._host == root_host else self._results
 
         def pieces(step: int) -> list[Bytes]:
@@ -201,9 +127,9 @@ class HierarchicalCollectives(ByteCollectives):
 
         steps = max(1, -(-data.size // length))
         if self._host == root_host:
-            self._run(fingerprint, steps, rails, give, transfer, take_local=_nothing if is_root else take)
+            self._run(fingerprint, steps, rails, give, transfer, take_local=nothing if is_root else take)
         else:
-            self._run(fingerprint, steps, rails, _nothing, transfer, take_remote=take)
+            self._run(fingerprint, steps, rails, nothing, transfer, take_remote=take)
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
         hosts, rails, own = self._hosts, self._rails_for(sum(part.size for part in parts)), self._host
@@ -251,7 +177,7 @@ class HierarchicalCollectives(ByteCollectives):
         members_of_rail = -(-max(map(len, hosts)) // rails)
         units = sum(-(-len(members) // rails) for members in hosts) + (len(hosts) + 1) * members_of_rail
         share = _share(max(size, units)) // out.itemsize
-        storage = out.dtype
+        inputs, results = self._levels.buffers(out.dtype)
 
         def pieces(step: int, host: int, rail: int) -> list[Array]:
             """This rank's numbers for the members of a host whose results a rail computes."""
@@ -264,14 +190,13 @@ class HierarchicalCollectives(ByteCollectives):
 
         def give(step: int) -> None:
             given = [piece for i in range(rails) for host in range(len(hosts)) for piece in pieces(step, host, i)]
-            np.concatenate(given, out=self._inputs[step & 1][self._local_rank].view(storage)[: _total(given)])
+            np.concatenate(given, out=inputs[step & 1][self._local_rank][: _total(given)])
 
         def transfer(rail: NetworkGroup, step: int) -> Iterator[None]:
-            staged = [buffer.view(storage) for buffer in self._inputs[step & 1]]
+            staged, buffer = inputs[step & 1], results[step & 1][self._local_rank]
             cuts = blocks(step, self._local_rank)
             counts = [cut.stop - cut.start for cut in cuts]
             # The buffer holds the result, which members of this host read, each host's term of it, and what is sent.
-            buffer = self._results[step & 1][self._local_rank].view(storage)
             result, *rest = [buffer[cut] for cut in _cuts([counts[own]] * (1 + len(hosts)) + counts)]
             terms, sums = rest[: len(hosts)], rest[len(hosts) :]
             sums[own] = terms[own]
@@ -292,7 +217,7 @@ class HierarchicalCollectives(ByteCollectives):
             rail, place = self._local_rank % rails, self._local_rank // rails
             start = _total(pieces(step, own, rail)[:place])
             piece = out[step * share : (step + 1) * share]
-            piece[:] = self._results[step & 1][rail].view(storage)[start : start + piece.size]
+            piece[:] = results[step & 1][rail][start : start + piece.size]
 
         steps = max(1, *(-(-part.size // share) for part in parts))
         self._run(fingerprint, steps, rails, give, transfer, take_remote=take_remote)
@@ -349,7 +274,7 @@ class HierarchicalCollectives(ByteCollectives):
             largest = int(sent[:, columns].max())
             self._node.exchange([outgoing[i] for i in columns], [incoming[i] for i in columns], largest)
         else:
-            incoming[self._position][:] = outgoing[self._position]
+            incoming[self._levels.position][:] = outgoing[self._levels.position]
         self._all.wait(direct, fingerprint, spin=False)
 
     def _sizes(
@@ -371,7 +296,7 @@ class HierarchicalCollectives(ByteCollectives):
             columns = list(self._members)
             self._compare(self._members, self._members, sent[:, columns], expected[:, columns].T, fingerprint)
         except MismatchError as error:
-            report_mismatch(error, self._node, self._rail, self._local_rank)
+            self._levels.report_mismatch(error)
             raise
         return sent, expected
 

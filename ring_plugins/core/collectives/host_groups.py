@@ -26,7 +26,7 @@ from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.base.member import Member
 from ring_plugins.core.collectives.api import REMEDY, BufferOwner, ByteCollectives, Reducer
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint
-from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce, TwoLevels
 from ring_plugins.core.collectives.hierarchical_collectives import HierarchicalCollectives
 from ring_plugins.core.collectives.net_group import NetworkGroup
 from ring_plugins.core.collectives.recovery import JobRecovery
@@ -143,14 +143,15 @@ class HostGroups:
             self._networks = [rail]
             if at_once:
                 rail.connect()
-        self.reducer = HierarchicalAllReduce(node, rail, local_rank, rails, len(by_node), len(ranks))
+        hosts = [[ranks.index(rank) for rank in of_node] for of_node in by_node.values()]
+        levels = TwoLevels(node, rail, hosts, self.rank)
+        self.reducer = HierarchicalAllReduce(levels)
         if rail is not None and len(by_node) == len(ranks):
             self.bytes = rail
             return
-        hosts = [[ranks.index(rank) for rank in of_node] for of_node in by_node.values()]
         everyone = NetworkGroup(transport, ranks, self.rank, tag, wait, name, interrupt=interrupt)
         self._networks.append(everyone)
-        self.bytes = HierarchicalCollectives(node, rail, everyone, hosts)
+        self.bytes = HierarchicalCollectives(levels, everyone)
 
     def close(self) -> None:
         """Free the groups' shared memory and connections now; views that others hold stay valid."""

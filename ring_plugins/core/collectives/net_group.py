@@ -8,7 +8,7 @@ which others cannot see sends them its error instead of its next header.
 
 Data goes directly between members, in one round. Only a large broadcast takes two (scatter, then all-gather: van de
 Geijn, "On global combine operations", 1994), so that the root sends the data about once instead of n-1 times.
-`algorithms` adds all-reduces of large arrays.
+`algorithms` adds all-reduces.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_plugins.core.arrays.arithmetic import reduce_into
-from ring_plugins.core.arrays.codec import Codec
-from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import slices
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.places import place_of_call
 from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import ByteCollectives
-from ring_plugins.core.collectives.butterfly import rounds
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch, size_mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
 from ring_plugins.core.net.transport import Request, Transport
@@ -258,7 +254,7 @@ class NetworkGroup(ByteCollectives):
 
     # Collectives ----------------------------------------------------------------------------------
 
-    def _exchange_all(
+    def exchange_all(
         self,
         outgoing: Sequence[Bytes | None],
         incoming: Sequence[Bytes | None],
@@ -293,17 +289,17 @@ class NetworkGroup(ByteCollectives):
 
     def barrier(self, fingerprint: Fingerprint) -> None:
         nothing: list[Bytes | None] = [None] * self.size
-        self._exchange_all(nothing, nothing, fingerprint)
+        self.exchange_all(nothing, nothing, fingerprint)
 
     def all_gather(self, mine: Bytes, parts: Sequence[Bytes], fingerprint: Fingerprint) -> None:
-        self._exchange_all([mine] * self.size, parts, fingerprint)
+        self.exchange_all([mine] * self.size, parts, fingerprint)
 
     def all_to_all(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], fingerprint: Fingerprint) -> None:
         """As in `ByteCollectives`; where two members disagree about a size, all raise, and not only those two."""
         try:
             if self.size == 2:
                 self._check_own_size(outgoing, incoming, fingerprint)
-            self._exchange_all(outgoing, incoming, fingerprint, confirm=self.size > 2)
+            self.exchange_all(outgoing, incoming, fingerprint, confirm=self.size > 2)
         except MismatchError as error:
             self.report_mismatch(error)
             raise
@@ -335,7 +331,8 @@ class NetworkGroup(ByteCollectives):
         mine = parts[self.position]
         yield from self.moving(nothing, [mine if i == root else None for i in range(self.size)], fingerprint, spin)
         if is_scattered:
-            yield from self.moving([None if i == root else mine for i in range(self.size)], parts, fingerprint, spin)
+            passed_on = self.exchange_parts([None if i == root else mine for i in range(self.size)], parts)
+            self.wait([passed_on], fingerprint, spin)
 
     def moving(
         self,
@@ -348,35 +345,6 @@ class NetworkGroup(ByteCollectives):
         request = self.exchange_parts(outgoing, incoming)
         yield
         self.wait([request], fingerprint, spin)
-
-    def all_reduce_small(
-        self, array: Array, op: Op, dtype: str, divisor: float, codec: Codec, fingerprint: Fingerprint
-    ) -> None:
-        """Combine the `array` of all members; all get the same bits.
-
-        Few members send their arrays to all others, and all reduce in member order: one round. Of many, groups do the
-        same one after the other, each with the sums of the round before (`butterfly`).
-
-        Args:
-            array: 1-d storage array, the same length everywhere.
-            op, dtype, divisor: as in `reduce_into`.
-            codec: encodes what is sent.
-            fingerprint: of the operation.
-        """
-        left = self.size
-        for group in rounds(self.size, self.position):
-            left //= len(group)
-            terms = np.empty((len(group), array.size), array.dtype)
-            received = [codec.receive_buffer(term) for term in terms]
-            packed = codec.pack(array).view(np.uint8)
-            outgoing: list[Bytes | None] = [None] * self.size
-            incoming: list[Bytes | None] = [None] * self.size
-            for i, term in zip(group, received, strict=True):
-                outgoing[i], incoming[i] = packed, term.view(np.uint8)
-            self._exchange_all(outgoing, incoming, fingerprint, members=[i for i in group if i != self.position])
-            for data, term in zip(received, terms, strict=True):
-                codec.unpack(data, term)
-            reduce_into(array, list(terms), op, dtype, divisor if left == 1 else 1)
 
 
 @lru_cache(maxsize=256)

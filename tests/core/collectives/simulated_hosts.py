@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.member import Member
-from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce, TwoLevels
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.net_group import NetworkGroup
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
@@ -101,8 +101,8 @@ def simulated_hosts(ranks_per_host: Sequence[int]) -> Iterator[Callable[[Callabl
             if local < rails:
                 rail = network_group(rank, [other for other in range(size) if places[other][1] == local], 1)
             group = network_group(rank, list(range(size)), 2)
-            hierarchical = HierarchicalAllReduce(node, rail, local, rails, len(ranks_per_host), size)
-            return Rank(group, node, hierarchical)
+            hosts = [[other for other in range(size) if places[other][0] == one] for one in range(len(ranks_per_host))]
+            return Rank(group, node, HierarchicalAllReduce(TwoLevels(node, rail, hosts, rank)))
 
         ranks = everywhere(build)
         yield lambda function: everywhere(lambda rank: function(rank, ranks[rank]))

@@ -6,35 +6,37 @@ import pytest
 from ring_plugins.core.arrays.codec import HalfCodec, IdentityCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.collectives.algorithms import (
-    Butterfly,
-    PairExchange,
-    Pipeline,
     Reduction,
-    Ring,
+    butterfly,
     choose_algorithm,
+    pair_exchange,
+    radices,
+    reduce_small,
+    ring,
+    rounds,
 )
 from ring_plugins.core.collectives.fingerprint import fingerprint
 from tests.core.collectives.simulated_hosts import simulated_hosts
 
 CASES = [
-    (2, PairExchange, 1),
-    (2, Butterfly, 2),
-    (3, Butterfly, 2),
-    (12, Butterfly, 4),
-    (18, Butterfly, 6),
-    (2, Ring, 2),
-    (3, Ring, 4),
-    (4, Ring, 6),
+    (2, pair_exchange, 1),
+    (2, butterfly, 2),
+    (3, butterfly, 2),
+    (12, butterfly, 4),
+    (18, butterfly, 6),
+    (2, ring, 2),
+    (3, ring, 4),
+    (4, ring, 6),
 ]
 
 
 def test_the_algorithm_depends_on_the_number_of_hosts_and_on_the_size():
-    assert choose_algorithm(2, 1 << 20) == (PairExchange, 1)
-    assert choose_algorithm(2, 25 << 20) == (Butterfly, 2)
-    assert choose_algorithm(7, 1 << 20) == (Butterfly, 2)
-    assert choose_algorithm(8, 1 << 20) == (Butterfly, 4)  # groups of 4 and 2
-    assert choose_algorithm(1024, 1 << 20) == (Butterfly, 10)  # five times in groups of 4
-    assert choose_algorithm(37, 1 << 20) == (Ring, 72)
+    assert choose_algorithm(2, 1 << 20) == (pair_exchange, 1)
+    assert choose_algorithm(2, 25 << 20) == (butterfly, 2)
+    assert choose_algorithm(7, 1 << 20) == (butterfly, 2)
+    assert choose_algorithm(8, 1 << 20) == (butterfly, 4)  # groups of 4 and 2
+    assert choose_algorithm(1024, 1 << 20) == (butterfly, 10)  # five times in groups of 4
+    assert choose_algorithm(37, 1 << 20) == (ring, 72)
 
 
 def run(on_all, rows, op, algorithm, rounds, make_codec=IdentityCodec, length=30_001):
@@ -46,11 +48,14 @@ def run(on_all, rows, op, algorithm, rounds, make_codec=IdentityCodec, length=30
         if isinstance(codec, HalfCodec):
             codec.begin(array)
         operation = fingerprint("all_reduce", "float32", array.size, op.name)
-        pipeline = Pipeline(Reduction(member.group, op, "float32", divisor, codec, array.nbytes, operation), algorithm)
-        chunks = [array[start : start + length] for start in range(0, array.size, length)]
+        reduction = Reduction(member.group, op, "float32", divisor, codec, array.nbytes, operation)
+        chunks, under_way = [array[start : start + length] for start in range(0, array.size, length)], []
         for chunk in [*chunks, *[None] * rounds]:
-            pipeline.step(chunk)
-        pipeline.finish()
+            if chunk is not None:
+                under_way.append(algorithm(reduction, chunk))
+            under_way = [one for one in under_way if next(one, "over") != "over"]
+        assert not under_way  # each took as many rounds as it says
+        reduction.finish_sending()
         return array
 
     results = on_all(reduce)
@@ -74,3 +79,26 @@ def test_every_algorithm_sends_rounded_numbers(members, algorithm, rounds):
     with simulated_hosts((1,) * members) as on_all:
         got = run(on_all, rows, Op.AVERAGE, algorithm, rounds, lambda: HalfCodec("float16"))
     np.testing.assert_allclose(got, rows.mean(0), atol=1e-2)
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 7, 8, 12, 18, 37, 64])
+def test_after_all_rounds_of_a_butterfly_everyone_has_heard_of_everyone(members):
+    assert np.prod(radices(members)) == members
+    known = [{position} for position in range(members)]
+    for number in range(len(radices(members))):
+        groups = [rounds(members, position)[number] for position in range(members)]
+        assert all(groups[other] == group for group in groups for other in group)
+        known = [set.union(*(known[other] for other in group)) for group in groups]
+    assert all(len(heard) == members for heard in known)
+
+
+@pytest.mark.parametrize("members", [3, 8])
+def test_a_small_all_reduce_gives_all_the_same(members):
+    with simulated_hosts((1,) * members) as on_all:
+
+        def reduce(rank, member):
+            array, operation = np.arange(5, dtype=np.float32) + rank, fingerprint("all_reduce")
+            reduce_small(member.group, array, Op.AVERAGE, "float32", members, IdentityCodec(), operation)
+            return array.tolist()
+
+        assert on_all(reduce) == [(np.arange(5) + (members - 1) / 2).tolist()] * members

@@ -8,7 +8,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives import hierarchical
 from ring_plugins.core.collectives.fingerprint import fingerprint
-from ring_plugins.core.collectives.hierarchical import HierarchicalAllReduce
+from ring_plugins.core.collectives.hierarchical import piece_bytes
 from tests.core.collectives.simulated_hosts import simulated_hosts
 from tests.launch import run_ranks
 
@@ -174,10 +174,10 @@ def test_a_mismatch_between_hosts_is_raised_by_all_ranks():
 
 @pytest.mark.parametrize("nbytes", [300_000, 1 << 20, 25 << 20, 1 << 30])
 @pytest.mark.parametrize(("rails", "num_nodes"), [(1, 2), (2, 2), (3, 5), (8, 16)])
-def test_chunks_fit_the_staging_buffers_and_cut_into_aligned_parts(nbytes, rails, num_nodes):
-    chunk = HierarchicalAllReduce(None, None, 0, rails, num_nodes, rails * num_nodes).chunk_bytes(nbytes)
-    assert 0 < chunk <= hierarchical.CHUNK_STAGING_BYTES
-    assert chunk % (64 * rails * num_nodes) == 0
+def test_pieces_fit_the_staging_buffers_and_cut_into_aligned_parts(nbytes, rails, num_nodes):
+    piece = piece_bytes(nbytes, rails, num_nodes)
+    assert 0 < piece <= hierarchical.CHUNK_STAGING_BYTES
+    assert piece % (64 * rails * num_nodes) == 0
 
 
 # The socket buffers are so small that most of a message waits in the sending process, and ranks arrive late.
@@ -186,9 +186,9 @@ import os, random, socket, time
 import numpy as np
 import ring_plugins as ring
 from ring_plugins.core.net import listener
-from ring_plugins.core.collectives import hierarchical
+from ring_plugins.core.collectives.shm_barrier import SharedMemoryBarrier
 
-ready, step = listener._ready, hierarchical._StagedMemory.step
+ready, synchronize = listener._ready, SharedMemoryBarrier.synchronize
 
 class SmallBuffers(socket.socket):
     def setsockopt(self, level, option, *value):
@@ -200,14 +200,14 @@ def with_small_buffers(connected):
         connected.setsockopt(socket.SOL_SOCKET, option, 20_000)
     return ready(SmallBuffers(fileno=connected.detach()))
 
-def late(self, new, old):
+def late(self, *arguments, **options):
     if chance.random() < 0.2:
         time.sleep(chance.random() * 0.01)
-    step(self, new, old)
+    synchronize(self, *arguments, **options)
 
-listener._ready, hierarchical._StagedMemory.step = with_small_buffers, late
+chance = random.Random(int(os.environ["RANK"]))
+listener._ready, SharedMemoryBarrier.synchronize = with_small_buffers, late
 ring.init()
-chance = random.Random(ring.rank())
 for i in range(10):
     x = np.full(600_000, ring.rank() + i, np.float32)
     ring.all_reduce(x, ring.SUM, out=x)

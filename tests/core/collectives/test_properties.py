@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.collectives import algorithms, butterfly
+from ring_plugins.core.collectives import algorithms
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.members.changes import ChangeCallbacks
 from tests.core.collectives.simulated_hosts import Job, simulated_communicators
@@ -78,12 +78,12 @@ def forced(algorithm: str) -> Any:
     """Let few hosts choose the algorithm that they would only choose if they were many."""
     with pytest.MonkeyPatch.context() as patch:
         if algorithm == "rounds":
-            patch.setattr(butterfly, "_MESSAGES_PER_ROUND", 0)
+            patch.setattr(algorithms, "_MESSAGES_PER_ROUND", 0)
         if algorithm == "ring":
             patch.setattr(algorithms, "LARGEST_GROUP", 1)
-        butterfly.radices.cache_clear()
+        algorithms.radices.cache_clear()
         yield
-    butterfly.radices.cache_clear()
+    algorithms.radices.cache_clear()
 
 
 def laid_out(values: np.ndarray, order: str) -> np.ndarray:
