@@ -37,6 +37,7 @@ from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import cuda, nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gpu.executor import DeviceExecutor
 
 CALLERS_STREAM = 1
 SUCCESS, UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INVALID_ARGUMENT, IN_PROGRESS = 0, 1, 2, 4, 7
@@ -624,7 +625,7 @@ def alone(name="alone", **options):
     driver = StandInDriver()
     library, streams = StandInNccl(driver, **options), Streams(driver)
     library.streams = streams
-    communicator = DeviceCommunicator(
+    executor = DeviceExecutor(
         name,
         0,
         SingleCommunicator(name),
@@ -633,7 +634,7 @@ def alone(name="alone", **options):
         nccl.Nccl(library, "stand-in"),
         cuda.Driver(driver),
     )
-    return communicator, library
+    return DeviceCommunicator(executor), library
 
 
 def install(card=None, version=23203, polls=3):

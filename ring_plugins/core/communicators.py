@@ -176,7 +176,8 @@ class Communicators:
         host = self.new_communicator(name, ranks, gather)
         wait = Wait(name, self.failure_detector)
         choose_interface()
-        communicator = DeviceCommunicator(name, device, host, streams, wait, load_nccl(), load_driver(), own_stream)
+        nccl, driver = load_nccl(), load_driver()
+        communicator = DeviceCommunicator(DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream))
         self._keep(communicator)
         return communicator
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ring_plugins.core.arrays.codec import Codec
 from ring_plugins.core.arrays.dtypes import FLOATS8, Op, check_reducible
@@ -22,12 +22,9 @@ from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, TimeoutExceeded, is_rejection
 from ring_plugins.core.collectives.api import Activity, Communicator, Work
 from ring_plugins.core.collectives.validation import check_counts, check_rank
-from ring_plugins.core.control.wait import Wait
-from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.executor import DeviceExecutor
-from ring_plugins.core.gpu.nccl import BYTES, Nccl
+from ring_plugins.core.gpu.nccl import BYTES
 from ring_plugins.core.gpu.registered import RegisteredMemory
-from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
 T = TypeVar("T")
@@ -49,51 +46,30 @@ def _tells_rejections(collective: F) -> F:
 
 
 class DeviceCommunicator(Communicator[DeviceMemory]):
-    """A `Communicator` for the memory of one GPU per rank; its constructor is collective.
+    """A `Communicator` for the memory of one GPU per rank.
 
     After an error that leaves members out of step every further call raises it again.
 
     Args:
-        name: for error texts, equal on all members.
-        device: this rank's GPU, as the process numbers them.
-        host: a communicator among the same ranks, for the bootstrap and for objects; closed with this one.
-        streams: the framework's streams.
-        wait: how to wait on the host.
-        nccl, driver: the libraries of this process.
-        own_stream: whether it gets a stream of its own, for messages between two ranks behind which other
-            communicators must not wait.
+        executor: runs its operations.
 
     Attributes:
-        executor: runs its operations.
+        executor: as given.
         stream: handle of the stream on which it communicates.
-
-    Raises:
-        MismatchError, DeviceError, TimeoutExceeded: see `NcclConnection`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        device: int,
-        host: Communicator,
-        streams: Streams,
-        wait: Wait,
-        nccl: Nccl,
-        driver: Driver,
-        own_stream: bool = False,
-    ) -> None:
-        self.name, self.device = name, device
-        self.rank, self.size, self.ranks = host.rank, host.size, host.ranks
-        self.executor = DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream)
-        self.statistics, self.stream = self.executor.statistics, self.executor.queue.stream
-        self._host, self._connection = host, self.executor.connection
+    def __init__(self, executor: DeviceExecutor) -> None:
+        self.executor, self._host, self._connection = executor, executor.host, executor.connection
+        self.name, self.device = executor.name, executor.device
+        self.rank, self.size, self.ranks = self._host.rank, self._host.size, self._host.ranks
+        self.statistics, self.stream = executor.statistics, executor.queue.stream
 
     # Collectives ----------------------------------------------------------------------------------
 
     @_tells_rejections
     def all_reduce(self, memory: DeviceMemory, op: Op, codec: Codec | None = None) -> None:
         check_reducible(memory.dtype, op)
-        kind, operation, width = self._connection.reduction(memory.dtype, Op.SUM if op is Op.AVERAGE else op)
+        kind, operation, width = self._connection.nccl.reduction(memory.dtype, Op.SUM if op is Op.AVERAGE else op)
         with self.executor.launch("all_reduce", memory):
             if op is Op.AVERAGE:
                 self.executor.scale(memory, 1 / self.size)
@@ -126,9 +102,11 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
         check_reducible(full.dtype, op)
         parts = _parts(full, counts, "counts")
         factor = 1.0
-        if op is Op.AVERAGE:
-            op, factor = _sum_and_factor(full.dtype, self.size)
-        kind, operation, width = self._connection.reduction(full.dtype, op)
+        # A sum of float16 or 8-bit numbers may overflow where their average does not, so these stay NCCL's to average.
+        # The bias is below half a unit in the last place in float16, and no multiplication of the result could undo it.
+        if op is Op.AVERAGE and full.dtype not in ("float16", *FLOATS8):
+            op, factor = Op.SUM, 1 / self.size
+        kind, operation, width = self._connection.nccl.reduction(full.dtype, op)
         with self.executor.launch("reduce_scatter", full, out):
             if factor != 1.0:
                 self.executor.scale_after(out, factor)
@@ -155,18 +133,18 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
     @_tells_rejections
     def send(self, memory: DeviceMemory, receiver: int) -> None:
         """Send to one member, which must call `receive` for as many bytes."""
-        self._transfer("send", memory, check_rank(receiver, self, "receiver"))
+        check_rank(receiver, self, "receiver")
+        with self.executor.launch("send", memory):
+            if memory.size:
+                self._connection.call("ncclSend", memory.pointer, memory.nbytes, BYTES, receiver)
 
     @_tells_rejections
     def receive(self, memory: DeviceMemory, sender: int) -> None:
         """Overwrite the memory with what one member sends."""
-        self._transfer("receive", memory, check_rank(sender, self, "sender"))
-
-    def _transfer(self, what: Literal["send", "receive"], memory: DeviceMemory, peer: int) -> None:
-        with self.executor.launch(what, memory):
+        check_rank(sender, self, "sender")
+        with self.executor.launch("receive", memory):
             if memory.size:
-                name = "ncclSend" if what == "send" else "ncclRecv"
-                self._connection.call(name, memory.pointer, memory.nbytes, BYTES, peer)
+                self._connection.call("ncclRecv", memory.pointer, memory.nbytes, BYTES, sender)
 
     def barrier(self) -> None:
         """Return when all ranks have called and this rank's GPU is done with its operations; waits on the host."""
@@ -251,15 +229,6 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
 
     def detach_after_fork(self) -> None:
         self.executor.detach_after_fork()
-
-
-def _sum_and_factor(dtype: str, size: int) -> tuple[Op, float]:
-    """How to average numbers that may not be scaled before: the reduction, and what to multiply its result by.
-
-    A sum of float16 or 8-bit numbers may overflow where their average does not, so these stay NCCL's to average. The
-    bias is below half a unit in the last place in float16, and no multiplication of the result could undo it.
-    """
-    return (Op.AVERAGE, 1.0) if dtype in ("float16", *FLOATS8) else (Op.SUM, 1 / size)
 
 
 def _item_size(memory: DeviceMemory) -> int:

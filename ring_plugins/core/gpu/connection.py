@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MismatchError, RingError, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.threads import HelperThread
@@ -65,6 +64,9 @@ class NcclConnection:
         nccl, driver: the libraries of this process.
         stream: handle of the stream.
 
+    Attributes:
+        nccl: as given.
+
     Raises:
         MismatchError: the ranks have different releases of NCCL.
         DeviceError: two ranks have one GPU, or NCCL failed.
@@ -75,7 +77,7 @@ class NcclConnection:
         self, name: str, device: int, host: Communicator, wait: Wait, nccl: Nccl, driver: Driver, stream: int
     ) -> None:
         self._name, self._device, self._stream = name, device, stream
-        self._wait, self._nccl, self._driver = wait, nccl, driver
+        self._wait, self.nccl, self._driver = wait, nccl, driver
         self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
         self._host = host
         self._aborting: threading.Thread | None = None
@@ -89,7 +91,7 @@ class NcclConnection:
     # Bootstrap ------------------------------------------------------------------------------------
 
     def _connect(self, host: Communicator) -> ctypes.c_void_p:
-        nccl = self._nccl
+        nccl = self.nccl
         share = config.SHARE_GPU.get()
         gpu = gpu_identity(self._driver, self._device)
         infos = [
@@ -130,10 +132,10 @@ class NcclConnection:
         end = time.monotonic() + limit
 
         def over() -> bool:
-            return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
+            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: connecting by NCCL")
-        connected = host.all_gather_object(self._nccl.state(communicator) == SUCCESS, "wait for NCCL")
+        connected = host.all_gather_object(self.nccl.state(communicator) == SUCCESS, "wait for NCCL")
         missing = [rank for rank, is_connected in zip(host.ranks, connected, strict=True) if not is_connected]
         if missing:
             raise TimeoutExceeded(
@@ -146,11 +148,11 @@ class NcclConnection:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call an NCCL function on the stream; `arguments` are all but its last two, communicator and stream."""
-        self._nccl.call(name, *arguments, self._communicator, self._stream, communicator=self._communicator)
+        self.nccl.call(name, *arguments, self._communicator, self._stream, communicator=self._communicator)
 
     def call_own(self, name: str, *arguments: Any) -> None:
         """Call an NCCL function whose first argument is the communicator, and that uses no stream."""
-        self._nccl.call(name, self._communicator, *arguments, communicator=self._communicator)
+        self.nccl.call(name, self._communicator, *arguments, communicator=self._communicator)
 
     def register_window(self, pointer: int, nbytes: int) -> int:
         """Register memory on all ranks as a symmetric window; collective.
@@ -169,24 +171,20 @@ class NcclConnection:
 
         def over() -> bool:  # a thread of NCCL's writes the handle until then
             self._host.check()  # another rank gave up
-            return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
+            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         try:
             self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: registering memory with NCCL")
         except BaseException:
             _abandoned.append(handle)
             raise
-        if self._nccl.state(communicator) != SUCCESS:
+        if self.nccl.state(communicator) != SUCCESS:
             _abandoned.append(handle)
             raise TimeoutExceeded(
                 f"{self._name}: NCCL did not register {nbytes} bytes as a window within {limit:g} s. Another rank has "
                 "not done so, or its NCCL failed; RING_NCCL_REGISTER=0 does without, RING_START_TIMEOUT sets the limit."
             )
         return int(handle.value or 0)
-
-    def reduction(self, dtype: str, op: Op) -> tuple[int, int, int]:
-        """See `Nccl.reduction`."""
-        return self._nccl.reduction(dtype, op)
 
     @contextlib.contextmanager
     def group(self, what: str) -> Iterator[None]:
@@ -195,14 +193,14 @@ class NcclConnection:
         Args:
             what: the group's purpose, for error texts.
         """
-        self._nccl.call("ncclGroupStart")
+        self.nccl.call("ncclGroupStart")
         try:
             yield
         except BaseException:
             with contextlib.suppress(DeviceError):
-                self._nccl.call("ncclGroupEnd")  # NCCL counts open groups by thread
+                self.nccl.call("ncclGroupEnd")  # NCCL counts open groups by thread
             raise
-        if self._nccl.call("ncclGroupEnd", communicator=self._communicator) != SUCCESS:
+        if self.nccl.call("ncclGroupEnd", communicator=self._communicator) != SUCCESS:
             self._wait_until_queued(what)
 
     def _wait_until_queued(self, what: str) -> None:
@@ -211,11 +209,11 @@ class NcclConnection:
         assert communicator is not None
         spin_end = time.monotonic() + _SPIN
         while time.monotonic() < spin_end:
-            if self._nccl.state(communicator) == SUCCESS:
+            if self.nccl.state(communicator) == SUCCESS:
                 return
             os.sched_yield()  # to that thread, where cores are scarce
         self._wait.until(
-            lambda: self._nccl.state(communicator) == SUCCESS,
+            lambda: self.nccl.state(communicator) == SUCCESS,
             lambda: self._peers,
             lambda: f"{self._name}: {what} by NCCL",
         )
@@ -223,7 +221,7 @@ class NcclConnection:
     def check(self) -> None:
         """Raise DeviceError if NCCL has noticed a failure since the last call."""
         if self._communicator is not None:
-            self._nccl.state(self._communicator)
+            self.nccl.state(self._communicator)
 
     # End ------------------------------------------------------------------------------------------
 
@@ -236,7 +234,7 @@ class NcclConnection:
     def _start_abort(self, communicator: ctypes.c_void_p) -> None:
         def run() -> None:
             with contextlib.suppress(DeviceError), self._driver.device(self._device):
-                self._nccl.call("ncclCommAbort", communicator)
+                self.nccl.call("ncclCommAbort", communicator)
 
         thread = HelperThread(run, f"ring:abort {self._name}")
         # From Python 3.12 on no thread starts once the interpreter exits; the end of the process ends kernels, too.
@@ -257,13 +255,13 @@ class NcclConnection:
         end = time.monotonic() + FINALIZE_TIMEOUT
 
         def over() -> bool:
-            return self._nccl.state(communicator) == SUCCESS or time.monotonic() > end
+            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         with contextlib.suppress(RingError), self._driver.device(self._device):
-            self._nccl.call("ncclCommFinalize", communicator, communicator=communicator)
+            self.nccl.call("ncclCommFinalize", communicator, communicator=communicator)
             self._wait.until(over, list, lambda: f"{self._name}: finalizing NCCL")
-            if self._nccl.state(communicator) == SUCCESS:
-                self._nccl.call("ncclCommDestroy", communicator)
+            if self.nccl.state(communicator) == SUCCESS:
+                self.nccl.call("ncclCommDestroy", communicator)
                 return
         self._start_abort(communicator)
 

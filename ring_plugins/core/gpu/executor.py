@@ -61,15 +61,26 @@ class DeviceExecutor:
     """The executor of one communicator; its constructor is collective.
 
     Args:
-        name, device, host, streams, wait, nccl, driver, own_stream: as for `DeviceCommunicator`.
+        name: for error texts, equal on all members.
+        device: this rank's GPU, as the process numbers them.
+        host: a communicator among the same ranks, for the bootstrap and for objects; closed with this one.
+        streams: the framework's streams.
+        wait: how to wait on the host.
+        nccl, driver: the libraries of this process.
+        own_stream: whether it gets a stream of its own, for messages between two ranks behind which other
+            communicators must not wait.
 
     Attributes:
+        name, device, host: as given.
         connection: the NCCL communicator.
         registered: the memory that is registered with it.
         queue: what is queued on the stream.
         failure: the error, if any, after which nothing is executed any more.
         statistics: what was executed so far.
         peers: world ranks of the other members.
+
+    Raises:
+        MismatchError, DeviceError, TimeoutExceeded: see `NcclConnection`.
     """
 
     def __init__(
@@ -81,12 +92,12 @@ class DeviceExecutor:
         wait: Wait,
         nccl: Nccl,
         driver: Driver,
-        own_stream: bool,
+        own_stream: bool = False,
     ) -> None:
         while _discarded:
             _discarded.popleft().release_discarded()
-        self._name, self._device = name, device
-        self._host, self._streams, self._wait, self._driver = host, streams, wait, driver
+        self.name, self.device, self.host = name, device, host
+        self._streams, self._wait, self._driver = streams, wait, driver
         self.statistics, self.failure = Statistics(), FailureState(name)
         self._own = host.ranks[host.rank]
         self.peers = [rank for rank in host.ranks if rank != self._own]
@@ -107,14 +118,14 @@ class DeviceExecutor:
     @contextlib.contextmanager
     def exclusively(self, what: str) -> Iterator[None]:
         """Keep other threads out, with the device current, and break the communicator with an error inside."""
-        with self._lock, self._breaking_on_error(what), self._driver.device(self._device):
+        with self._lock, self._breaking_on_error(what), self._driver.device(self.device):
             yield
 
     def start(self, description: str, function: Callable[[], T]) -> StreamWork[T]:
         """See `DeviceCommunicator.start`."""
         with self.exclusively(description):
             caller = self.queue.follow_caller(description)
-            with self.queue.using():
+            with self._streams.using(self.queue.stream):
                 result = function()
             # It refers to all that it works on, also to tensors into which the framework copies a result at its end.
             self.queue.keep_alive([function])
@@ -126,7 +137,7 @@ class DeviceExecutor:
 
         def join() -> None:
             with self.exclusively(description):
-                self.queue.join(queued)
+                self.queue.make_follow(self._streams.current(), queued)
 
         return StreamWork(description, result, is_done, join)
 
@@ -141,7 +152,7 @@ class DeviceExecutor:
             if self._group_depth:
                 yield
                 return
-            with self._driver.device(self._device):
+            with self._driver.device(self.device):
                 caller = self.queue.follow_caller(what)
                 self._scaled_after.clear()
                 with self.connection.group(what):
@@ -160,7 +171,7 @@ class DeviceExecutor:
     def scale(self, memory: DeviceMemory, factor: float) -> None:
         """Multiply memory on the communication stream."""
         if memory.size and factor != 1.0:
-            with self.queue.using():
+            with self._streams.using(self.queue.stream):
                 self._streams.scale(memory, factor)
 
     def scale_after(self, memory: DeviceMemory, factor: float) -> None:
@@ -170,12 +181,12 @@ class DeviceExecutor:
     def _check_memory(self, memory: DeviceMemory) -> None:
         if not isinstance(memory, DeviceMemory):
             raise ArgumentError(
-                f"{self._name} reduces memory of GPU {self._device} and was given memory of the CPU; move the tensor "
-                f"to cuda:{self._device} first."
+                f"{self.name} reduces memory of GPU {self.device} and was given memory of the CPU; move the tensor "
+                f"to cuda:{self.device} first."
             )
-        if memory.device != self._device:
+        if memory.device != self.device:
             raise ArgumentError(
-                f"{self._name} belongs to GPU {self._device} and was given memory of GPU {memory.device}; each rank "
+                f"{self.name} belongs to GPU {self.device} and was given memory of GPU {memory.device}; each rank "
                 "uses one GPU. Call torch.cuda.set_device(ring_plugins.local_rank()) before putting anything on a GPU."
             )
 
@@ -187,7 +198,7 @@ class DeviceExecutor:
                 self.queue.drop_finished()
                 return not self.queue.unfinished
 
-        self._wait.until(is_idle, lambda: self.peers, lambda: f"{self._name}: work of the GPU")
+        self._wait.until(is_idle, lambda: self.peers, lambda: f"{self.name}: work of the GPU")
 
     # Failure --------------------------------------------------------------------------------------
 
@@ -212,7 +223,7 @@ class DeviceExecutor:
         with self._lock:
             self.failure.interrupt(operation, cause)
             self.connection.abort()
-        self._host.interrupt(f"{self._name}: {operation}", cause)  # whose failure the other members look for (`poll`)
+        self.host.interrupt(f"{self.name}: {operation}", cause)  # whose failure the other members look for (`poll`)
 
     def _break(self, error: BaseException) -> None:
         """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
@@ -221,7 +232,7 @@ class DeviceExecutor:
 
     def tell_rejection(self, operation: str, error: BaseException) -> None:
         """Tell the members' watchdogs; once for an error that passes through several layers."""
-        if not isinstance(self._host, HostCommunicator) or not is_first_report(error, f"{self._name} on GPUs"):
+        if not isinstance(self.host, HostCommunicator) or not is_first_report(error, f"{self.name} on GPUs"):
             return
         with self._lock:
             number = self.statistics.operations
@@ -230,7 +241,7 @@ class DeviceExecutor:
                 number: before + 1,
                 **{n: m for n, m in self._rejected.items() if n >= self.queue.finished},
             }
-        self._host.groups.reject(_ON_GPU + number, before, operation, error)
+        self.host.groups.reject(_ON_GPU + number, before, operation, error)
 
     # For the watchdog, on its thread
 
@@ -245,15 +256,15 @@ class DeviceExecutor:
         try:
             if not self.connection.is_open:
                 return
-            with self._breaking_on_error("its watchdog"), self._driver.device(self._device):
-                self._host.check()  # broken by a member that was interrupted
+            with self._breaking_on_error("its watchdog"), self._driver.device(self.device):
+                self.host.check()  # broken by a member that was interrupted
                 self.queue.poll()
                 self.connection.check()
                 self._check_rejections()
                 self.queue.check_progress(departed)
             log = nccl_log()
             if log is not None and self.peers and self.queue.has_completed:
-                log.report(self._own, self._host.rank == 0)
+                log.report(self._own, self.host.rank == 0)
         except RingError:
             pass  # the next call raises it
         finally:
@@ -274,13 +285,13 @@ class DeviceExecutor:
     def _check_rejections(self) -> None:
         """Raise if a member has rejected an operation that this one's GPU waits in."""
         oldest = self.queue.oldest
-        if oldest is None or not isinstance(self._host, HostCommunicator):
+        if oldest is None or not isinstance(self.host, HostCommunicator):
             return
         for number in range(self.queue.finished, oldest.number):
-            if rejection := self._host.groups.rejection(_ON_GPU + number, self._rejected.get(number, 0)):
-                where = f"{self._name}: {oldest.text}"
+            if rejection := self.host.groups.rejection(_ON_GPU + number, self._rejected.get(number, 0)):
+                where = f"{self.name}: {oldest.text}"
                 error = PeerRejected(f"{rejection} The GPU of rank {self._own} waits for it in {where}.")
-                self._host.interrupt(where, error)  # that member may not know
+                self.host.interrupt(where, error)  # that member may not know
                 raise error
 
     # Life -----------------------------------------------------------------------------------------
@@ -315,7 +326,7 @@ class DeviceExecutor:
                 self._driver.destroy_stream(own_stream)
         self.connection.wait_for_abort()
         self.registered.close()
-        self._host.close()
+        self.host.close()
 
     def _deregister(self) -> None:
         """Undo registrations, which NCCL cannot do any more once it finalizes; waits up to 10 s for the GPU."""
@@ -327,8 +338,8 @@ class DeviceExecutor:
             self.queue.drop_finished()
             return not self.queue.unfinished or time.monotonic() > end
 
-        with contextlib.suppress(RingError), self._driver.device(self._device):
-            self._wait.until(over, list, lambda: f"{self._name}: deregistering memory")
+        with contextlib.suppress(RingError), self._driver.device(self.device):
+            self._wait.until(over, list, lambda: f"{self.name}: deregistering memory")
             if not self.queue.unfinished:
                 self.registered.deregister()
 

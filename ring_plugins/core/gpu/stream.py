@@ -202,10 +202,6 @@ class StreamQueue:
         for one in filter(None, (event, begin)):
             self._driver.destroy_event(one)
 
-    def using(self) -> contextlib.AbstractContextManager[Any]:
-        """Send the framework's work inside the context to the communication stream."""
-        return self._streams.using(self.stream)
-
     def push(self, description: str, operation: str, number: int, caller: int) -> QueuedOperation:
         """Note what was just queued, to keep its memory alive and to see when it is done.
 
@@ -230,10 +226,6 @@ class StreamQueue:
             self.unfinished.append(queued)
             self._last = queued
         return queued
-
-    def join(self, queued: QueuedOperation) -> None:
-        """Let the next work on the current stream start after `queued`."""
-        self.make_follow(self._streams.current(), queued)
 
     def make_follow(self, stream: int, queued: QueuedOperation) -> None:
         """Let the next work on a stream start after `queued`."""

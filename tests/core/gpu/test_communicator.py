@@ -356,7 +356,7 @@ class Host:
 def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
     monkeypatch.setattr(executor, "HostCommunicator", Host)
     communicator, library = alone()
-    communicator._host = communicator.executor._host = host = Host(communicator._host)
+    communicator._host = communicator.executor.host = host = Host(communicator._host)
     integers = on_device(np.ones(3, np.int32))
 
     def reject():

@@ -83,7 +83,7 @@ def released_after_joining_on(gpu, stream):
     queued = gpu.push(memory)
     del memory
     gpu.caller = stream
-    gpu.queue.join(queued)
+    gpu.queue.make_follow(gpu.caller, queued)
     gc.collect()
     return seen() is None
 
@@ -225,7 +225,7 @@ def train(gpu, clock, steps, buckets):
         gate = threading.Event()  # the GPU begins when all is queued, so how often it is asked does not depend on it
         gpu.work.put(gate.wait)
         for queued in [gpu.push() for _ in range(buckets)]:
-            gpu.queue.join(queued)
+            gpu.queue.make_follow(gpu.caller, queued)
         gate.set()
         gpu.open()
         gpu.queue.drop_finished()
@@ -265,11 +265,11 @@ def test_the_gpus_wait_for_an_operation_is_known(gpu, clock):
     clock.count, gpu.caller = 10, gpu.computing
     gpu.block()
     first, second = gpu.push(), gpu.push()
-    gpu.queue.join(first)
+    gpu.queue.make_follow(gpu.caller, first)
     assert gpu.library.events[first.join_time].wait(60)  # the computing stream has come to the join
     gpu.open()
     gpu.library.streams[gpu.queue.stream].drain()
-    gpu.queue.join(second)  # is done by now: nobody waits for it
+    gpu.queue.make_follow(gpu.caller, second)  # is done by now: nobody waits for it
     gpu.library.streams[gpu.computing].drain()
     gpu.queue.drop_finished()
     assert clock.on_gpu

@@ -53,6 +53,7 @@ class Step:
         from ring_plugins.core.control.wait import Wait
         from ring_plugins.core.gpu import cuda, nccl
         from ring_plugins.core.gpu.communicator import DeviceCommunicator
+        from ring_plugins.core.gpu.executor import DeviceExecutor
         from ring_plugins.core.gradients.fusion import BucketSizes, Entry
         from ring_plugins.keras.backends import jax_device
 
@@ -61,10 +62,9 @@ class Step:
         driver, streams = cuda.Driver(self.library), jax_device.XlaStreams()
         monkeypatch.setattr(jax_device, "load_driver", lambda: driver)
         monkeypatch.setattr(self.library, "cuCtxSynchronize", None)  # nobody waits for the GPU
-        self.communicator = DeviceCommunicator(
-            "gradients", 0, SingleCommunicator("gradients"), streams, Wait("gradients", None),
-            nccl.Nccl(self.nccl, "stand-in"), driver,
-        )  # fmt: skip
+        host, wait, library = SingleCommunicator("gradients"), Wait("gradients", None), nccl.Nccl(self.nccl, "stand-in")
+        executor = DeviceExecutor("gradients", 0, host, streams, wait, library, driver)
+        self.communicator = DeviceCommunicator(executor)
         entries = [Entry("a", "float32", 3), Entry("b", "float32", 4), Entry("c", "float32", 40)]
         connection = jax_device.Connection(self.communicator, streams)
         self.buckets = jax_device.DeviceBuckets(entries, connection, BucketSizes(28, 28, 100))
