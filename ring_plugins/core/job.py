@@ -264,7 +264,7 @@ class World(Communicators):
             has_no_place = isinstance(error, ArgumentError)  # where processes can join
             self._note_end(HOPELESS if has_no_place else TOLD)
         if self.failure_detector is not None and self.observers is not None and self.is_mine():
-            self.observers.flush()
+            self.observers.spans.flush()
             is_own = not isinstance(error, PeerFailed) or error.rank == self.world_rank
             self._note_end(TOLD if is_own else FOLLOWED)
             if is_own and (status := self.status_after(error)) > 1:

@@ -17,7 +17,6 @@ from ring_plugins.core.control.monitor import Service
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
 from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
-from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
 
@@ -49,8 +48,7 @@ class Observers:
         activities: Callable[[], Iterable[Activity]],
         records: bool = False,
     ) -> None:
-        warning = config.STALL_WARNING.get()
-        abort = config.STALL_ABORT.get()
+        warning, abort = config.STALL_WARNING.get(), config.STALL_ABORT.get()
         steps.restart()
         self.members = members = failure_detector.members
         self.steps = StepReporter(channel, steps)
@@ -70,8 +68,3 @@ class Observers:
                 self.timeline.start(Path(directory))
         if records:
             self.spans.start()  # not only when rank 0's message arrives, which may be after the first steps
-
-    def flush(self) -> None:
-        """Send the spans that would be lost if this process ended; any thread may call it."""
-        if recorder.on:
-            self.spans.flush()

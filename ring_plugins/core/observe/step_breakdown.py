@@ -166,19 +166,12 @@ class StepAggregator:
             total.steps + length, total.seconds + times.sum(axis=1), total.slowest + slowest, float(self._nbytes)
         )
         self.last = int(numbers[0, length - 1])
-        if not self._has_advised:
-            self._advise()
-
-    def _advise(self) -> None:
-        """Warn once, after the first steps, if they lose much time."""
-        if self.total.steps < _WARM_UP:
+        if self._has_advised or self.total.steps < _WARM_UP:
             return
-        if self._before_advice is None:
-            self._before_advice = self.total
-        elif self.total.steps - self._before_advice.steps >= _STEPS:
+        self._before_advice = self._before_advice or self.total
+        if self.total.steps - self._before_advice.steps >= _STEPS:
             self._has_advised = True
-            text = advice(self.total - self._before_advice, self._members)
-            if text:
+            if text := advice(self.total - self._before_advice, self._members):
                 self._warn(text)
 
 

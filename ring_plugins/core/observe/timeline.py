@@ -32,7 +32,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.control.channel import EVERYONE, Body, Channel
 from ring_plugins.core.rendezvous import detect
-from ring_plugins.core.trace.recorder import Span, recorder
+from ring_plugins.core.trace.recorder import recorder
 
 #: A `Span` as it is sent: kind, name, begin and end in nanoseconds on rank 0's clock, arguments.
 Row = tuple[str, str, int, int, dict[str, Any]]
@@ -143,10 +143,12 @@ class TimelineReporter:
         Args:
             droppable: whether they may be dropped when the network is too slow.
         """
-        spans, offset = recorder.take(), self._clock.offset
-        for start in range(0, len(spans), _SPANS):
-            rows = [_on_rank_0s_clock(span, offset) for span in spans[start : start + _SPANS]]
-            self._channel.tell(0, "report_spans", {"rows": rows}, droppable=droppable)
+        rows, offset = [], self._clock.offset
+        for kind, name, begin, end, arguments in recorder.take():
+            moved = {key: arguments[key] + offset for key in ("launched", "started")} if kind == "bucket" else {}
+            rows.append([kind, name, begin + offset, end + offset, arguments | moved])
+        for start in range(0, len(rows), _SPANS):
+            self._channel.tell(0, "report_spans", {"rows": rows[start : start + _SPANS]}, droppable=droppable)
 
     def close(self) -> None:
         if not recorder.on:
@@ -158,13 +160,6 @@ class TimelineReporter:
         self.release()
         self._switch(False)
         self._channel.flush(_LAST_SPANS)
-
-
-def _on_rank_0s_clock(span: Span, offset: int) -> list[Any]:
-    arguments = span.arguments
-    if span.kind == "bucket":
-        arguments = {**arguments, **{key: arguments[key] + offset for key in ("launched", "started")}}
-    return [span.kind, span.name, span.begin + offset, span.end + offset, arguments]
 
 
 class ClockOffset:
@@ -282,14 +277,12 @@ class TimelineAggregator:
         if self._file is None:
             return
         self._recording = set(range(self._channel.size))
-        self._wait_until(self._have_all_left, _LEAVING)
+        # Until all have sent the end of their recording or are gone, which one that is still connecting has not.
+        joined, connected = self._joined, self._channel.connected
+        self._wait_until(lambda: all(one in joined and one not in connected for one in self._recording - {0}), _LEAVING)
         self._switch(False)
         self._wait_until(lambda: self.is_complete, _LAST_SPANS)
         self.finish()
-
-    def _have_all_left(self) -> bool:
-        """Whether every rank has sent the end of its recording or is gone; one that is still connecting is not."""
-        return all(rank in self._joined and rank not in self._channel.connected for rank in self._recording - {0})
 
     def _wait_until(self, reached: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -304,16 +297,23 @@ class TimelineAggregator:
     def _note_end(self, sender: int, body: Body) -> None:
         with self._lock:
             if self._file is not None:
-                self._file.write(",\n" + json.dumps(label_event(sender, body["uncertainty"], body["lost"])))
+                uncertainty, lost = body["uncertainty"], body["lost"]
+                text = "rank 0's clock" if uncertainty == 0 else f"clock within {uncertainty / 1e3:.0f} µs of rank 0's"
+                text += f", {lost} spans lost" if lost else ""
+                label = {"labels": text, "uncertainty": uncertainty}  # beside the rank's name
+                event = {"ph": "M", "pid": sender, "name": "process_labels", "args": label}
+                self._file.write(",\n" + json.dumps(event))
         self._recording.discard(sender)  # last: a thread that waits for `is_complete` then closes the file
 
     def _open(self) -> None:
         assert self._directory is not None
         self._file = (self._directory / FILE_NAME).open("w")
-        lines = [
-            json.dumps(event) for rank, peer in self._members.known.items() for event in name_events(rank, peer.host)
-        ]
-        self._file.write("[\n" + ",\n".join(lines))
+        events: list[Event] = []
+        for rank, peer in self._members.known.items():
+            for what, thread, name in (("process_name", 0, f"rank {rank} on {peer.host}"), *_THREAD_NAMES):
+                events.append({"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}})
+            events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        self._file.write("[\n" + ",\n".join(map(json.dumps, events)))
 
     def _write(self, sender: int, body: Body) -> None:
         with self._lock:
@@ -335,26 +335,13 @@ class TimelineAggregator:
 _SCRIPT, _COMMUNICATION, _GPU = 0, 1, 2
 #: The row of each kind of span.
 _THREADS = dict.fromkeys(("step", "backward", "wait", "call"), _SCRIPT) | {"operation": _COMMUNICATION, "gpu": _GPU}
+_THREAD_NAMES = [
+    ("thread_name", _SCRIPT, "script"),
+    ("thread_name", _COMMUNICATION, "communication"),
+    ("thread_name", _GPU, "communication on the GPU"),
+]
 
 _bucket_ids = itertools.count(1)
-
-
-def name_events(rank: int, host: str) -> list[Event]:
-    """The events that name a rank and its rows."""
-    names = [("process_name", 0, f"rank {rank} on {host}")]
-    names += [("thread_name", _SCRIPT, "script"), ("thread_name", _COMMUNICATION, "communication")]
-    names.append(("thread_name", _GPU, "communication on the GPU"))
-    events: list[Event] = [
-        {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}} for what, thread, name in names
-    ]
-    return [*events, {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}]
-
-
-def label_event(rank: int, uncertainty: int, lost: int) -> Event:
-    """The text beside a rank's name: by how many nanoseconds its clock may be off, and how many spans were lost."""
-    text = "rank 0's clock" if uncertainty == 0 else f"clock within {uncertainty / 1e3:.0f} µs of rank 0's"
-    text += f", {lost} spans lost" if lost else ""
-    return {"ph": "M", "pid": rank, "name": "process_labels", "args": {"labels": text, "uncertainty": uncertainty}}
 
 
 def span_events(rank: int, row: Row, origin: int) -> Iterator[Event]:
@@ -366,32 +353,27 @@ def span_events(rank: int, row: Row, origin: int) -> Iterator[Event]:
         origin: nanoseconds on rank 0's clock that count as 0.
     """
     kind, name, begin, end, arguments = row
-    if kind == "bucket":
-        yield from _bucket_events(rank, row, origin)
+    if kind != "bucket":
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": _THREADS.get(kind, _SCRIPT),
+            "cat": kind,
+            "name": f"wait for {name}" if kind == "wait" else name,
+            "ts": (begin - origin) / 1e3,
+            "dur": max(0, end - begin) / 1e3,
+            "args": arguments,
+        }
         return
-    yield {
-        "ph": "X",
-        "pid": rank,
-        "tid": _THREADS.get(kind, _SCRIPT),
-        "cat": kind,
-        "name": f"wait for {name}" if kind == "wait" else name,
-        "ts": (begin - origin) / 1e3,
-        "dur": max(0, end - begin) / 1e3,
-        "args": arguments,
-    }
-
-
-def _bucket_events(rank: int, row: Row, origin: int) -> Iterator[Event]:
-    """The events of a bucket, on a separate row since buckets overlap: ready, launched, started, reduced."""
-    _, name, ready, reduced, arguments = row
+    # Buckets overlap, so they have rows of their own: ready, launched, started, reduced.
     launched, started = int(arguments["launched"]), int(arguments["started"])
-    common = {"pid": rank, "tid": _COMMUNICATION, "cat": "bucket", "id": next(_bucket_ids)}
+    common = {"pid": rank, "tid": _COMMUNICATION, "cat": kind, "id": next(_bucket_ids)}
     parts = [
-        (name, ready, reduced, {"nbytes": arguments["nbytes"]}),
-        ("until launched", ready, launched, {}),
+        (name, begin, end, {"nbytes": arguments["nbytes"]}),
+        ("until launched", begin, launched, {}),
         ("until its turn", launched, started, {}),
-        ("reducing", started, reduced, {}),
+        ("reducing", started, end, {}),
     ]
-    for part, begin, end, more in parts:
-        yield {**common, "ph": "b", "name": part, "ts": (begin - origin) / 1e3, "args": more}
-        yield {**common, "ph": "e", "name": part, "ts": (max(begin, end) - origin) / 1e3}
+    for part, first, last, more in parts:
+        yield {**common, "ph": "b", "name": part, "ts": (first - origin) / 1e3, "args": more}
+        yield {**common, "ph": "e", "name": part, "ts": (max(first, last) - origin) / 1e3}
