@@ -330,7 +330,7 @@ class DeviceExecutor:
 
     def _deregister(self) -> None:
         """Undo registrations, which NCCL cannot do any more once it finalizes; waits up to 10 s for the GPU."""
-        if not (self.registered.has_memory and self.connection.is_open):
+        if not (self.registered.blocks and self.connection.is_open):
             return
         end = time.monotonic() + FINALIZE_TIMEOUT
 

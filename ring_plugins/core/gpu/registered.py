@@ -98,6 +98,9 @@ class RegisteredPool:
         host: a communicator among the same ranks.
         connection: the communicator's connection.
         nccl, driver: the libraries of this process.
+
+    Attributes:
+        blocks: what was allocated.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class RegisteredPool:
     ) -> None:
         self._name, self._device, self._host, self._connection = name, device, host, connection
         self._nccl, self._driver = nccl, driver
-        self._blocks: list[_Block] = []
+        self.blocks: list[_Block] = []
 
     def allocate(self, nbytes: int) -> RegisteredMemory | None:
         """Memory of this size, registered as well as all ranks can, with the device current; collective.
@@ -127,7 +130,7 @@ class RegisteredPool:
             DeviceError, TimeoutExceeded: NCCL failed in a way that ends the communicator.
         """
         size = -(-nbytes // _GRANULARITY) * _GRANULARITY
-        free = next((i for i, block in enumerate(self._blocks) if not block.is_used and block.nbytes == size), -1)
+        free = next((i for i, block in enumerate(self.blocks) if not block.is_used and block.nbytes == size), -1)
         found = self._host.all_gather_object((nbytes, free), "allocate on GPUs")
         if len({wanted for wanted, _ in found}) > 1:
             raise MismatchError(
@@ -135,9 +138,11 @@ class RegisteredPool:
                 "registered memory; pass the same bucket sizes on all ranks."
             )
         if free >= 0 and {place for _, place in found} == {free}:
-            return self._blocks[free].hand_out(nbytes, self._device)
+            return self.blocks[free].hand_out(nbytes, self._device)
         block, error = self._new_block(size)
-        offers = self._host.all_gather_object((block is not None, self._best_kind(), error), "allocate on GPUs")
+        has = self._nccl.has
+        best = _WINDOW if has("ncclCommWindowRegister") else _REGISTERED if has("ncclCommRegister") else _ALLOCATED
+        offers = self._host.all_gather_object((block is not None, best, error), "allocate on GPUs")
         if block is None or not all(has for has, _, _ in offers):
             if block is not None:
                 self._nccl.call("ncclMemFree", block.pointer)
@@ -147,7 +152,7 @@ class RegisteredPool:
                 "so all ranks use the framework's memory",
             )
             return None
-        self._blocks.append(block)
+        self.blocks.append(block)
         self._register(block, min(kind for _, kind, _ in offers))
         return block.hand_out(nbytes, self._device)
 
@@ -161,11 +166,6 @@ class RegisteredPool:
         except DeviceError as error:
             return None, str(error)
         return _Block(int(pointer.value or 0), nbytes), ""
-
-    def _best_kind(self) -> int:
-        if self._nccl.has("ncclCommWindowRegister"):
-            return _WINDOW
-        return _REGISTERED if self._nccl.has("ncclCommRegister") else _ALLOCATED
 
     def _register(self, block: _Block, best: int) -> None:
         """Register memory in the best way that works on all ranks."""
@@ -201,20 +201,15 @@ class RegisteredPool:
             return
         _told.add(consequence)
         if not consequence:
-            logger.info(f"gradients lie in memory of NCCL's that is {_KINDS[self._blocks[-1].kind]}.")
+            logger.info(f"gradients lie in memory of NCCL's that is {_KINDS[self.blocks[-1].kind]}.")
             return
         missing = [rank for rank, has in zip(self._host.ranks, haves, strict=True) if not has]
         why = next(filter(None, errors), "NCCL declined without a reason; NCCL_DEBUG=INFO may show one")
         logger.warning(f"RING_NCCL_REGISTER=1 has no effect on {name_ranks(missing)}, {consequence}: {why}")
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether anything was allocated."""
-        return bool(self._blocks)
-
     def deregister(self) -> None:
         """Undo the registrations before the communicator is destroyed, once its operations are done."""
-        for block in self._blocks:
+        for block in self.blocks:
             with contextlib.suppress(RingError):
                 self._deregister(block)
                 block.is_registered = False
@@ -222,14 +217,14 @@ class RegisteredPool:
     def close(self) -> None:
         """Leave the memory to `release_unused`, after the communicator has ended."""
         _waiting.extend(
-            (self._nccl, self._driver, self._device, block) for block in self._blocks if not block.is_registered
+            (self._nccl, self._driver, self._device, block) for block in self.blocks if not block.is_registered
         )
-        self._blocks = []
+        self.blocks = []
         release_unused()
 
     def detach_after_fork(self) -> None:
         """In a forked child: forget all memory, which is the parent's."""
-        self._blocks = []
+        self.blocks = []
         _waiting.clear()
 
 
