@@ -60,6 +60,8 @@ LARGEST_GROUP = 32
 #: more from two rounds: their pieces are shorter and stay in the caches, and one round's data moves while the other
 #: waits.
 PAIR_EXCHANGE_BYTES = 2 * 1024 * 1024
+#: Messages that are kept before a look at which of them have been sent, since each look is a few system calls.
+_UNSENT = 8
 #: How many messages could be handled in the time that a round waits for its data to arrive. Measured between two test
 #: hosts (benchmarks/many_hosts.py): a message takes 32 us of Python and system calls at its two ends, and a round 5 us
 #: more. The switches of a data center add 20 to 60 us to a round.
@@ -130,9 +132,10 @@ class Reduction:
             self.group.check_headers(headers)
             self._headers[number] = None
         self.group.wait([pending], self._fingerprint, spin=False)
-        with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
-            while self._unsent and self._unsent[0].done():
-                self._unsent.popleft()
+        if len(self._unsent) > _UNSENT:
+            with contextlib.suppress(PeerFailed):  # the next wait raises it, with the reason
+                while self._unsent and self._unsent[0].done():
+                    self._unsent.popleft()
 
     def take_term(self, piece: Array) -> Array:
         """Return a buffer that receives a term of a sum; `return_term` takes it back."""

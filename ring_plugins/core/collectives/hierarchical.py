@@ -153,9 +153,10 @@ class TwoLevels:
             for step in range(steps + delay):
                 if step < steps:
                     give(step)
-                for number, piece in under_way:
-                    if number + lag < step:
-                        next(piece, None)
+                for piece in [one for number, one in under_way if number + lag < step]:
+                    next(piece, None)
+                if meanwhile is not None:
+                    meanwhile()  # what the next round sends leaves now
                 if barriers is not None and step == 0:
                     barriers.arrive(fingerprint, meanwhile)
                 elif barriers is not None and not in_place and (step < steps or step >= delay):
