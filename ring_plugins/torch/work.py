@@ -196,4 +196,4 @@ class GpuWork(RingWork):
         if self._communicator is None:
             trigger.set_result(None)
         else:
-            device.complete(trigger, None, self._communicator)
+            device.complete(trigger, self._outputs, self._communicator)

@@ -13,7 +13,6 @@ def test_weights_equal_ddps(rehearse, ranks):
             assert not found["unlike DDP"] and not found["unlike rank 0"], (run, found)
 
 
-@pytest.mark.xfail(reason="from the second step on, DDP over the ring process group has other weights", strict=True)
 def test_ddp_over_the_ring_process_group(rehearse):
     result = rehearse("ring_group", lag=200)
     assert result.values("unlike DDP") == [0, 0]
