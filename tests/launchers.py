@@ -16,9 +16,12 @@ Launcher = Literal["spawned", "mpirun", "torchrun", "exported"]
 #: Those that users have; see `tests.exported` for the other.
 LAUNCHERS: tuple[Launcher, ...] = ("spawned", "mpirun", "torchrun")
 
-# A rank must see its own launcher only, even if the tests themselves run under mpirun, torchrun or SLURM.
+# A rank must see its own launcher only, even if the tests themselves run under mpirun, torchrun or SLURM, and the Keras
+# backend that its test asks for, whatever else has run in this process.
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "RING_", "TORCHELASTIC_", "TEST_")
-FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "KERAS_BACKEND",
+)  # fmt: skip
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
