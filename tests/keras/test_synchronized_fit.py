@@ -1,6 +1,27 @@
 """A `fit` of all ranks: what they compare between steps, how it ends, and how a process joins it."""
 
+from types import SimpleNamespace
+
+from ring_plugins.keras import consistency, synchronized_fit
+from ring_plugins.keras.consistency import KerasChecks
+from ring_plugins.keras.synchronized_fit import SynchronizedFit
 from tests.keras.launches import BACKENDS, on_ranks
+
+
+def test_a_loss_that_a_step_has_found_is_told_behind_it_though_the_checks_have_followed(monkeypatch):
+    told: list[int] = []
+    elastic = SimpleNamespace(view=0, tell_changes=lambda: told.append(elastic.view))
+    for module in (consistency, synchronized_fit):
+        monkeypatch.setattr(module, "current", lambda: SimpleNamespace(elastic=elastic))
+    monkeypatch.setattr(consistency, "is_initialized", lambda: True)
+    monkeypatch.setattr(synchronized_fit, "membership_changes", lambda: elastic.view)
+    fit = SynchronizedFit(SimpleNamespace(_model=None, average_gradients=False), None, [], False)
+    fit._checks = KerasChecks(reads_in_pass=False)
+    for view in (0, 1, 1, 3):
+        elastic.view = view
+        fit._checks.number()  # which the exchange compares
+        fit._after_exchange(wants_change=False)
+    assert told == [1, 3]
 
 
 @on_ranks("fit_that_raises", *BACKENDS)
