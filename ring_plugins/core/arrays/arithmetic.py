@@ -40,12 +40,15 @@ def reduce_into(target: Array, sources: Sequence[Array], op: Op, dtype: str, div
 
     16-bit floats are combined in float32 and rounded once, to nearest even.
     """
+    if len(sources) == 1 and divisor == 1:  # also of 16 bits, which need not be widened
+        if sources[0] is not target:
+            np.copyto(target, sources[0])
+        return
     if dtype in _CONVERSIONS:
         _reduce_half(target, sources, op, dtype, divisor)
         return
     if len(sources) == 1 and sources[0] is target:
-        if divisor != 1:
-            divide(target, divisor)
+        divide(target, divisor)
         return
     if target.nbytes > PIECE_BYTES:
         step = PIECE_BYTES // target.itemsize

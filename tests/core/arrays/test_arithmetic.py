@@ -48,3 +48,9 @@ def test_target_may_be_the_first_source():
     a, b, c = (np.full(MANY, value, np.float32) for value in (1, 2, 4))
     reduce_into(a, [a, b, c], Op.SUM, "float32")
     assert np.all(a == 7)
+
+
+def test_a_single_term_of_16_bits_is_not_even_widened():
+    bits, target = np.array([0x7F81, 1, 0x8000], np.uint16), np.zeros(3, np.uint16)
+    reduce_into(target, [bits], Op.SUM, "bfloat16")
+    assert target.tolist() == bits.tolist()
