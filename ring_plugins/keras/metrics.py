@@ -180,9 +180,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         trials = [self._trials.get(metric) for metric in metrics]
         own = []
         for metric, trial in zip(metrics, trials, strict=True):
-            is_declared = all(variable.aggregation in (None, "sum") for variable in metric.variables)
-            is_sum = is_declared and (_is_of_keras(metric) or (trial is not None and trial.shows_sum()))
-            own.append((metric.name in self.averaged or not is_sum, trial is not None and trial.met))
+            is_sum = metric.name not in self.averaged  # the script's own word: such a metric is not tried
+            is_sum = is_sum and all(variable.aggregation in (None, "sum") for variable in metric.variables)
+            is_sum = is_sum and (_is_of_keras(metric) or (trial is not None and trial.shows_sum()))
+            own.append((not is_sum, trial is not None and trial.met))
         found = list(zip(*self._communicator.all_gather_object(own, "MetricAverageCallback"), strict=True))
         averaged = [metric for metric, ranks in zip(metrics, found, strict=True) if any(flag for flag, _ in ranks)]
         alike = [metric for metric, ranks in zip(metrics, found, strict=True) if len({met for _, met in ranks}) == 1]
