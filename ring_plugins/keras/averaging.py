@@ -256,6 +256,7 @@ class GradientAveraging:
         if self.sharded is not None:
             with constructed_by_all(f"sharding the optimizer of {self.settings.name}"):
                 self.sharded.share(variables)
+        self.checks.begin_anew()
         self._variables = list(variables)
         self._indices, self._dtypes = {id(variable): i for i, variable in enumerate(variables)}, {}
         with constructed_by_all(f"preparing {self.settings.name}"):

@@ -156,11 +156,15 @@ class Weights:
         self._read = list(sums), self._options()
         self.number = zlib.crc32(repr(self._read).encode())
 
+    def forget(self) -> None:
+        """Say nothing of what was read for an earlier pass."""
+        self._read = None
+
     def say(self, communicator: Communicator[Any]) -> None:
         """See `Check`. It says of what was read, since a compiled step cannot read again."""
         told = communicator.all_gather_object((self._start, self._read), "weights that differ")
         starts, read = zip(*told, strict=True)
-        if None in read:  # a process that has just joined
+        if None in read:  # a process that has just joined, or has RING_WEIGHT_CHECK=0
             return
         sums, options = zip(*read, strict=True)
         different = differing_options(options, communicator.ranks)
@@ -208,7 +212,15 @@ class KerasChecks(Checks):
         is_due = self.reads_in_pass and self.weights.is_readable and self.weights.number is None
         if is_due and (self.is_due or not self.passes) and is_check_wanted():
             self.look(self.passes)
+        if self.weights.number is None:
+            self.weights.forget()
         return super().number()
+
+    def begin_anew(self) -> None:
+        """Count from 0 on all ranks, whose last passes an exception may have ended in different places."""
+        self.passes = 0
+        self.set_due(False)
+        self.rates.number = self.weights.number = None
 
     def look(self, steps: int) -> None:
         """Read the weights after so many steps."""

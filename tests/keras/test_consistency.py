@@ -93,6 +93,27 @@ def test_different_starts_are_named_as_the_cause_and_an_unread_rank_says_nothing
     assert len([line for line in caplog.messages if "Add ring_plugins.keras.BroadcastCallback() to fit" in line]) == 1
 
 
+def test_what_was_read_for_an_earlier_pass_says_nothing_of_later_weights(monkeypatch, caplog):
+    """An exception has ended the last pass of rank 1 only, so the ranks read equal weights in different passes."""
+    monkeypatch.setattr(consistency, "is_check_wanted", lambda: True)
+
+    def rank_of(rank, communicator):
+        weight = keras.Variable(np.zeros(3, "float32"))
+        checks = KerasChecks(lambda: checksums_of([weight]))
+        if rank == 0:
+            checks.number()
+            checks.note_compared()
+        found = []
+        for _ in range(6):
+            found.append(exchange(checks, communicator))
+            weight.assign(weight + 1)
+        checks.begin_anew()
+        return found, [exchange(checks, communicator) for _ in range(6)]
+
+    assert on_thread_ranks(2, rank_of) == [([True, False, True, True, True, False], [False] * 6)] * 2
+    assert not [line for line in caplog.messages if "weights" in line]
+
+
 def test_optimizers_with_other_options_are_rejected_by_name():
     def rate(rank):
         return keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.9)

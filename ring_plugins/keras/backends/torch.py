@@ -27,13 +27,19 @@ T = TypeVar("T")
 
 
 class _AsOne:
-    """What Keras compares, as one of the checks of torch's averager, which compares the learning rate itself."""
+    """What Keras compares, as one of the checks of torch's averager, which compares the learning rate itself.
 
-    def __init__(self, checks: KerasChecks) -> None:
-        self._checks, self.say = checks, checks.say
+    Passes are counted as that averager does: a rank that leaves out an update has ended as many as the others.
+    """
+
+    def __init__(self, checks: KerasChecks, averager: GradientAverager) -> None:
+        self._checks, self._averager, self._ended, self.say = checks, averager, 0, checks.say
 
     @property
     def number(self) -> int:
+        for _ in range(self._averager.steps - self._ended):
+            self._checks.note_compared()
+        self._ended = self._averager.steps
         return self._checks.number()
 
 
@@ -59,8 +65,9 @@ class Exchange(backends.Exchange):
         )
         self.communicator = self._averager.communicator
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
-        self._passes_seen, self._checks = 0, settings.checks or KerasChecks()
-        self._averager.checks.list.append(cast("Check", _AsOne(self._checks)))  # which nobody sets
+        self._passes_seen = 0
+        checks = _AsOne(settings.checks or KerasChecks(), self._averager)
+        self._averager.checks.list.append(cast("Check", checks))  # which nobody sets
         self._without_hooks = contextlib.ExitStack()
         if settings.accumulates:
             self._without_hooks.enter_context(self._averager.no_sync())
@@ -77,8 +84,6 @@ class Exchange(backends.Exchange):
         )
         averages = gradients if is_averaged else self._average_now(gradients)
         self._passes_seen = self._averager.steps
-        self._checks.note_compared()
-        self._checks.follow_members()
         return averages
 
     @torch.no_grad()

@@ -1,8 +1,20 @@
 """On torch, hooks average while backward runs; gradients that bypass them are averaged when they are applied."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from ring_plugins.keras.backends.torch import _AsOne
+from ring_plugins.keras.consistency import KerasChecks
 from tests.keras.launches import on_ranks
+
+
+def test_passes_are_those_of_the_averager_whatever_a_rank_makes_of_them():
+    averager, checks = SimpleNamespace(steps=0), KerasChecks(reads_in_pass=False)
+    compared = _AsOne(checks, averager)
+    for averager.steps in (0, 1, 2, 2, 5):
+        compared.number  # noqa: B018 - a pass asks for it, before its end
+        assert checks.passes == averager.steps
 
 
 @on_ranks("gradients_from_elsewhere", "torch")
