@@ -47,7 +47,7 @@ class Trial:
         """
         metric = self._metric()
 
-        def noting(name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        def noting(name: str, original: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
             vars(metric).pop(name, None)
             self._seen[name] = keras.tree.map_structure(_shape, (args, options))
             return original(*args, **options)
