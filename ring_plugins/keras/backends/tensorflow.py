@@ -91,9 +91,9 @@ class Exchange(backends.Exchange):
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
         give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
-        checks, communicator, compare = self._settings.checks, self.communicator, None
+        checks, compare = self._settings.checks, None
         if checks is not None and not isinstance(buckets, HostBuckets):
-            compare = call_weakly(checks.compare)
+            compare = functools.partial(call_weakly(checks.compare), self.communicator)
 
         def give(indices: list[int], *gradients: Array) -> None:
             give_now(indices, gradients)
@@ -101,7 +101,7 @@ class Exchange(backends.Exchange):
         def finish() -> list[Array]:
             averages = finish_now()
             if compare is not None:
-                compare(communicator)
+                compare()
             return [averages[i] for i in indices]
 
         if rate is not None and isinstance(buckets, HostBuckets):

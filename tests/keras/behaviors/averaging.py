@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import keras
@@ -232,27 +234,34 @@ def two_optimizers_in_one_compiled_step() -> Any:
 
 @behavior
 def own_compiled_step() -> Any:
-    """What TensorFlow says while it traces a step of the script's own."""
+    """What TensorFlow says while it traces a step of the script's own, and whether it keeps the communicator."""
     import tensorflow as tf
 
-    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    layer.build((None, 5))
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
-    optimizer.build(layer.trainable_weights)
+    def trained() -> tuple[list[str], list[float], Any]:
+        layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        layer.build((None, 5))
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(layer.trainable_weights)
 
-    @tf.function
-    def step(x: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(layer(x))
-        optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        @tf.function
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(layer(x))
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
 
-    said = list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    tf.get_logger().addHandler(handler)
-    step(np.full((4, 5), 1.0 + ring.rank(), "float32"))
-    tf.get_logger().removeHandler(handler)
-    return [said, np.ravel(layer.get_weights()[0]).tolist()]
+        said = list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        tf.get_logger().addHandler(handler)
+        step(np.full((4, 5), 1.0 + ring.rank(), "float32"))
+        tf.get_logger().removeHandler(handler)
+        weights, averaging = np.ravel(layer.get_weights()[0]).tolist(), averaging_of(optimizer)
+        assert averaging is not None and averaging.exchange is not None
+        return said, weights, weakref.ref(averaging.exchange.communicator)
+
+    said, weights, communicator = trained()
+    gc.collect()
+    return [said, weights, communicator() is not None]
 
 
 @behavior
