@@ -75,7 +75,7 @@ class Exchange(backends.Exchange):
             self.buckets = HostBuckets(
                 entries, self.communicator, sizes, settings.rounding, True, overlap, settings.checks
             )
-        self._waited = 0.0
+        self._variables, self._waited = variables, 0.0
 
     @property
     def statistics(self) -> Statistics:
@@ -87,7 +87,9 @@ class Exchange(backends.Exchange):
         indices, given = list(gradients), list(gradients.values())
         if rate is not None:
             given.append(jax.numpy.reshape(jax.numpy.asarray(rate), 1))
-        self.buckets.checks.weights.is_readable = not _is_traced(given)
+        # An eager step of `fit` has the values elsewhere, too.
+        is_elsewhere = _is_traced(given) or any(variable._value is None for variable in self._variables)
+        self.buckets.checks.weights.is_readable = not is_elsewhere
         averages = _overwritten(functools.partial(call_weakly(self._reduce), indices), given)
         return dict(zip(indices, averages, strict=False))
 

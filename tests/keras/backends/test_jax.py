@@ -14,3 +14,10 @@ def test_jax_tries_no_overlap_as_backward_is_over_before_its_one_call(seen):
 def test_two_optimizers_in_one_compiled_step(seen):
     for found in seen:
         assert found["found"] == pytest.approx(found["expected"], abs=1e-5)
+
+
+@on_ranks("eager_fit", "jax")
+def test_an_eager_fit_whose_variables_have_no_values_reads_weights_between_steps(seen):
+    first, second = seen
+    assert first[0] == "none"
+    assert first == second

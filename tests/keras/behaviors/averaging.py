@@ -265,6 +265,16 @@ def own_compiled_step() -> Any:
 
 
 @behavior
+def eager_fit() -> Any:
+    """Fit eagerly with an optimizer that averages, without `BroadcastCallback`; returns errors and weights."""
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", run_eagerly=True)
+    x = np.full((8, 5), 1.0 + ring.rank(), "float32")
+    error = error_of(lambda: model.fit(x, x[:, :1], batch_size=2, verbose=0))
+    return error, np.ravel(model.get_weights()[0]).tolist() if error == "none" else []
+
+
+@behavior
 def own_loop() -> Any:
     """A loop without fit must equal the mean of both ranks' gradients, computed by hand."""
     x = np.full((4, 5), 1.0 + ring.rank(), "float32")
