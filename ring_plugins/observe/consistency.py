@@ -199,11 +199,12 @@ class Checks:
         self.read_always, self.read_when_due = list[Reading](), list[Reading]()
         self.passes, self.is_due = 0, False
         self._job, self._view = job, 0 if job is None else job.view
+        self._has_changed = False  # the job, since the last call of `follow_members`
         self._sent: tuple[int | None, ...] = ()
 
     def number(self) -> int:
         """A checksum of all numbers of this rank."""
-        self.follow_members()
+        self._count_anew()
         for check in self.read_always:
             check.look(self.passes)
         if self.is_due or not self.passes:
@@ -212,14 +213,18 @@ class Checks:
         self._sent = tuple(map(_number_of, self.list))
         return zlib.crc32(repr(self._sent).encode())
 
+    def _count_anew(self) -> None:
+        """Begin to count anew if ranks were lost or have joined, which have counted nothing."""
+        if self._job is not None and self._view != (view := self._job.view):
+            self._view, self._has_changed, self.passes = view, True, 0
+            self.updates.set(0)
+            self.set_due(False)
+
     def follow_members(self) -> bool:
-        """Begin to count anew if ranks were lost or have joined, which have counted nothing; returns whether so."""
-        if self._job is None or self._view == (view := self._job.view):
-            return False
-        self._view, self.passes = view, 0
-        self.updates.set(0)
-        self.set_due(False)
-        return True
+        """Do so now; returns whether ranks were lost or have joined since the last call, though a pass has counted."""
+        self._count_anew()
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
 
     def note_compared(self) -> None:
         """Note that a pass has compared everything."""

@@ -277,6 +277,18 @@ def test_updates_are_counted_anew_when_ranks_have_joined():
     assert (member.updates.count, member.passes) == (0, 0)
 
 
+def test_a_change_of_the_ranks_is_told_once_though_a_pass_has_counted_anew_before():
+    """A fit asks behind the exchange that compares: only then does it tell the script's functions of the change."""
+    job = SimpleNamespace(view=0)
+    checks = Checks(job, Place())
+    assert not checks.follow_members()
+    job.view = 1
+    checks.number()
+    checks.note_compared()
+    assert checks.follow_members()
+    assert not checks.follow_members()
+
+
 def test_an_error_names_the_first_of_many_parameters():
     many = [f"layer {number}" for number in range(9)]
     text = str(trained_error([["shared", *many], ["shared"]], ["", ""], [4, 7]))
