@@ -175,7 +175,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the ordinary format and keep this rank's slice of it; all ranks load the same."""
-        self.optimizer.load_state_dict(state_dict)  # whose hook takes the slice
+        self._updates.load_state_dict(state_dict)  # which a copy rejects
 
     def close(self) -> None:
         """Release the communicator; the optimizer cannot be used afterwards."""

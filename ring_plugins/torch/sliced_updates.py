@@ -222,6 +222,9 @@ class SlicedUpdates:
         self._options = [], 0
         whole.clear()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)  # calls `_take_loaded_state`
+
     def state_dict(self, to: int | None) -> dict[str, Any]:
         rank = self._communicator.ranks[self._communicator.rank]
         if to is not None and to not in self._communicator.ranks:

@@ -9,6 +9,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ring_plugins as ring
@@ -491,9 +492,11 @@ def copies_continue_when_they_are_sharded_again() -> None:
     torch.save({"model": model, "optimizer": optimizer}, saved)
     saved.seek(0)
     copies = [torch.load(saved, weights_only=False), copy.deepcopy({"model": model, "optimizer": optimizer})]
+    state = optimizer.state_dict()
     train(optimizer, model, range(6, 9))
     for twin in copies:
-        for use in (twin["optimizer"].step, twin["optimizer"].zero_grad, twin["optimizer"].optimizer.state_dict):
+        outer, inner = twin["optimizer"], twin["optimizer"].optimizer
+        for use in (outer.step, outer.zero_grad, inner.state_dict, partial(outer.load_state_dict, state)):
             with pytest.raises(RingError, match="is a copy"):
                 use()
         its_model = twin["model"]
