@@ -19,7 +19,16 @@ from itertools import islice
 from typing import Any
 
 from ring_plugins.core.base.threads import until
-from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Handshake, Purpose, authenticate, wait_for
+from ring_plugins.core.net.auth import (
+    Claim,
+    ClientHandshake,
+    Disconnected,
+    Handshake,
+    Purpose,
+    Rejected,
+    authenticate,
+    wait_for,
+)
 from ring_plugins.core.net.sockets import UNIX, configure, connect_here
 
 #: Bytes of the longest message. The sender is authenticated, so this catches mistakes, not attacks. A message of the
@@ -168,7 +177,7 @@ class Unreached(Disconnected):
     """No place has answered in time; the text names each, and why.
 
     Attributes:
-        error: of the last place.
+        error: of the first place that has rejected this process, else of the last place.
     """
 
     def __init__(self, problems: Sequence[str], error: Exception) -> None:
@@ -211,7 +220,7 @@ def reach(
                     return FrameSocket(_connect(address, port, handshake, seconds, source, check), purpose)
                 except (OSError, Disconnected) as why:
                     problems.append(f"{address}:{port}: {getattr(why, 'strerror', None) or why}")
-                    error = why
+                    error = error if isinstance(error, Rejected) else why
         except OSError as why:  # of a name that does not resolve
             error = why
         is_dropped = type(error) is Disconnected and time.monotonic() - began < seconds

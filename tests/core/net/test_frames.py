@@ -109,6 +109,11 @@ def test_why_no_place_was_reached_names_each_and_the_caller_decides_when_to_end(
     assert first.endswith("Connection refused") and second.endswith("it rejected this rank's secret")
     assert len(asked) == 2 and isinstance(found.value.error, WrongSecret)
 
+    # A name may lead to several addresses, of which rank 0 listens at some: the rejection is what counts.
+    with served() as (places, _), pytest.raises(Unreached) as found:
+        reach(lambda: places[::-1], b"another", Purpose.CONTROL, Claim(3), 5.0)
+    assert isinstance(found.value.error, WrongSecret)
+
     def no_name():
         raise socket.gaierror(-2, "Name or service not known")
 
