@@ -21,7 +21,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory, OnDevice, host_array, host_memory
 from ring_plugins.core.arrays.result_memory import SMALLEST, kept_results
 from ring_plugins.core.base.arguments import wrong_call
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MembersLost
 from ring_plugins.core.base.places import called_here
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -313,6 +313,12 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
         source = np.ascontiguousarray(array)
         trailing = source.shape[1:]
         rows_by_rank = exchange_rows(communicator, sent, trailing, dtype, "all_to_all")
+        if len(rows_by_rank) != len(sent):
+            raise MembersLost(
+                f"all_to_all: x has parts for {len(sent)} ranks, of which {len(rows_by_rank)} are left; it has not "
+                "happened. Call it again, with a part for each of these.",
+                -1,
+            )
         received = [theirs[communicator.rank] for theirs in rows_by_rank]
         result = _empty(x, source.dtype, (sum(received), *trailing))
         each = prod(trailing)

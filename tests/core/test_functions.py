@@ -10,7 +10,7 @@ import torch
 from ring_plugins.core import functions
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.result_memory import SMALLEST
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MembersLost
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.members.changes import ChangeCallbacks
 
@@ -190,3 +190,13 @@ def test_tensors_on_gpus_go_to_the_functions_of_their_framework(monkeypatch):
 def test_tensors_on_gpus_of_other_frameworks_are_rejected():
     with pytest.raises(ArgumentError, match="x is on device gpu:0"):
         functions.all_gather(OnGpu())
+
+
+def test_parts_that_were_cut_for_more_ranks_than_are_left_are_not_sent(monkeypatch):
+    """A rank is lost while the ranks tell each other their sizes, which the survivors repeat."""
+    communicator = SingleCommunicator("test", 0)
+    communicator.size = 3
+    monkeypatch.setattr(functions, "current", lambda: SimpleNamespace(communicator=communicator, recovers=True))
+    monkeypatch.setattr(functions, "exchange_rows", lambda *_: [(1, 1, 1)] * 2)
+    with pytest.raises(MembersLost, match="x has parts for 3 ranks, of which 2 are left"):
+        functions.all_to_all.__wrapped__(np.ones(3))
