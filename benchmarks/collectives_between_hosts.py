@@ -38,7 +38,7 @@ def flat() -> HostCommunicator:
     assert transport is not None
     group = NetworkGroup(transport, communicator.ranks, communicator.rank, 1_000_001, wait, "flat")
     group.connect()
-    communicator._bytes = group
+    communicator.groups.bytes = group
     return communicator
 
 

@@ -204,7 +204,7 @@ class HostBuckets:
     def _check_flags(self, given: Container[int]) -> None:
         """Check that all ranks gave gradients for the same variables; otherwise their weights would diverge.
 
-        The averages of equal flags are 0 and 1 exactly (see `hierarchical._divisors`).
+        The averages of equal flags are 0 and 1 exactly (see `hierarchical.average_divisors`).
         """
         for bucket, flags in zip(self.plan.buckets, self._flags, strict=True):
             one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
