@@ -109,7 +109,7 @@ class Trial:
                 with keras.StatelessScope(state_mapping=mapping) as scope:
                     metric.reset_state()
                 begin.append([copied(scope.get_current_value(variable)) for variable in metric.variables])
-        except Exception:
+        except Exception:  # of any kind, since the class is the script's: it cannot be tried
             return False
         is_reset = [np.array_equal(one, other) for one, other in zip(*begin, strict=True)]
         start = [one if whether else np.zeros_like(one) for one, whether in zip(begin[0], is_reset, strict=True)]

@@ -43,7 +43,7 @@ from ring_plugins.keras.state import (
 )
 from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
-from ring_plugins.observe.consistency import is_check_wanted, is_compared_after, membership_changes
+from ring_plugins.observe.consistency import is_check_wanted, is_compared_after
 
 #: Those that have begun and not ended, as far as they know.
 _running: weakref.WeakSet[SynchronizedFit] = weakref.WeakSet()
@@ -75,7 +75,6 @@ class SynchronizedFit:
         self._batch_norm: SynchronizedBatchNorm | None = None
         self._passes_before = self._steps_until_check = 0
         self._steps = 0  # since the ranks last changed
-        self._view = membership_changes()
         self._has_begun = self._is_synchronized = False
 
     @property
@@ -344,8 +343,8 @@ class SynchronizedFit:
         if wants_change:
             current().elastic.change_members()
         self._settle_writers()
-        if self._view != (view := membership_changes()):  # maybe before the exchange, as `_checks` have noted there
-            self._view, self._steps = view, 0
+        if self._checks.follow_members():
+            self._steps = 0
             if self._callback.average_gradients:
                 check_equal_after_losses(lambda: weight_checksums(self._model), self._communicator)
             current().elastic.tell_changes()

@@ -17,6 +17,9 @@ numbers differ are the checks asked one by one, on all ranks, and the first one 
 measured. Of each weight a checksum is computed, and one reduction of two integers tells whether ranks differ, where no
 pass does. Only then do they exchange all checksums, to name the first weight that differs. `DriftCheck` does that every
 RING_DRIFT_CHECK steps, if the user asks for it.
+
+The file is a few lines longer than others: what travels with a pass and what is compared between passes share checksums
+and words.
 """
 
 from __future__ import annotations
