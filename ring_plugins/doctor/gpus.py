@@ -162,10 +162,7 @@ def check_matrix(matrix: dict[str, dict[str, str]]) -> Iterator[Finding]:
     far = []
     for gpu in gpus:
         cards = {other: kind for other, kind in matrix[gpu].items() if other not in gpus}
-        starts = {
-            card: [place for place, start in enumerate(_ORDER) if cards[card].startswith(start)] for card in cards
-        }
-        nearest = min(cards, key=lambda card: starts[card] or [len(_ORDER)], default=None)
+        nearest = min(cards, key=lambda card: _distance(matrix[gpu][card]), default=None)
         if nearest is not None and cards[nearest] in THROUGH_THE_HOST:
             far.append((gpu, nearest, cards[nearest]))
     if far:
@@ -179,6 +176,11 @@ def check_matrix(matrix: dict[str, dict[str, str]]) -> Iterator[Finding]:
         )
     if gpus and not pairs and not far:
         yield fine("GPU paths", f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, none of whose paths crosses the host")
+
+
+def _distance(kind: str) -> int:
+    """How far a kind of path is, nearest first; unknown kinds come last."""
+    return next((place for place, start in enumerate(_ORDER) if kind.startswith(start)), len(_ORDER))
 
 
 def check_direct_rdma(cards: Sequence[str], peermem: bool, driver: str, kernel: str) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """One host: facts about it and its ranks, and checks of its cores, memory, network and limits.
 
-GPUs, packages with MPI, and settings have their own files.
+GPUs have a file of their own; packages, MPI and settings share `installation.py`.
 """
 
 from __future__ import annotations

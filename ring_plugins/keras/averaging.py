@@ -2,7 +2,7 @@
 
 Keras has no hook between backward and update. So `apply` of one optimizer instance is replaced, and `stateless_apply`,
 which compiled steps call on JAX. The class stays the same, so `isinstance`, pickling and saved `.keras` files are not
-affected. Clipping, loss scaling and moving averages happen inside the optimizer and therefore see averages.
+affected. Clipping, loss scaling and moving averages happen inside the optimizer, so they see averages.
 
 On every backend a gradient takes the same path:
 
@@ -57,8 +57,7 @@ from ring_plugins.keras.slices import describe_gradient
 from ring_plugins.keras.state import optimizers_of
 from ring_plugins.keras.validation import warn_of_gpu_copies
 
-#: Smaller than the core's: reductions larger than 4 MiB cost as much per byte, and typical Keras models (ResNet-50 has
-#: 100 MB of gradients, most others less) fill enough buckets of this size to overlap with backward.
+#: Smaller than the core's: larger reductions cost as much per byte, and typical models fill enough of these to overlap.
 BUCKET_BYTES = 4 * MIB
 
 _numbers = itertools.count()

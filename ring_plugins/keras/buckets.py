@@ -22,8 +22,8 @@ from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import has_room_to_overlap, replaces
-from ring_plugins.keras.consistency import KerasChecks, check_equal_after_losses
-from ring_plugins.observe.consistency import COUNT, bits_of, checksum, differ
+from ring_plugins.keras.consistency import KerasChecks
+from ring_plugins.observe.consistency import COUNT, bits_of, check_equal_after_losses, checksum, differ
 
 T = TypeVar("T")
 

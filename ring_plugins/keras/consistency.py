@@ -72,17 +72,6 @@ def by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
 
 
-def check_equal_after_losses(checksums: Checksums, communicator: Communicator[Any]) -> None:
-    """Compare weights or averages among the ranks that are left. Collective.
-
-    Raises:
-        DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
-    """
-    found = differing_weights(checksums, "after ranks were lost or joined", communicator)
-    if found:
-        raise DriftError(f"{found} Continue from a checkpoint.")
-
-
 def checksums_of(variables: Sequence[Any]) -> tuple[list[str], list[int]]:
     """Names and checksums of variables."""
     values = [keras.ops.convert_to_numpy(variable) for variable in variables]

@@ -42,7 +42,6 @@ from ring_plugins.core.joining.state_transfer import transfer_state
 from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, averaging_of, installed
-from ring_plugins.keras.consistency import check_equal_after_losses
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.shard import go_on_in_orders, places_in_orders
 from ring_plugins.keras.state import (
@@ -55,6 +54,7 @@ from ring_plugins.keras.state import (
     weight_checksums,
 )
 from ring_plugins.keras.writers import HeldWriter
+from ring_plugins.observe.consistency import check_equal_after_losses
 
 #: Jobs in which nobody joins within a `fit`, since the script has a loop of its own (`TrainingState`).
 joined_between_fits: list[World] = []

@@ -29,7 +29,7 @@ from ring_plugins.keras.averaging import (
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
-from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, check_equal_after_losses, options_of, rates_of
+from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, options_of, rates_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joined_between_fits, place_of_fit, share_state
 from ring_plugins.keras.running_fit import enclosing_list, tell_interrupted
@@ -43,7 +43,7 @@ from ring_plugins.keras.state import (
 )
 from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
-from ring_plugins.observe.consistency import is_check_wanted, is_compared_after
+from ring_plugins.observe.consistency import check_equal_after_losses, is_check_wanted, is_compared_after
 
 #: Those that have begun and not ended, as far as they know.
 _running: weakref.WeakSet[SynchronizedFit] = weakref.WeakSet()
@@ -270,8 +270,12 @@ class SynchronizedFit:
         self._steps += 1
         updates, every, look = 1 - self._steps_until_check, self._callback.drift_check_every, self._checks.weights.look
         is_compared = self._callback.average_gradients and is_check_wanted()
-        is_trained = self._callback.average_gradients and self._model.trainable_variables
-        if updates == 1 and is_trained and self._passes() <= self._passes_before:
+        if (
+            updates == 1
+            and self._callback.average_gradients
+            and self._passes() <= self._passes_before
+            and self._model.trainable_variables
+        ):
             raise RingError(
                 f"rank {self._communicator.rank} took its first step without averaging gradients. "
                 f"{type(self._model).__name__}.train_step seems to update with an optimizer that is not an attribute "

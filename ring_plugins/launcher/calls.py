@@ -331,8 +331,9 @@ def connect_to_driver(address: str, port: int, key: bytes, rank: int) -> DriverC
                 f"{_here(rank)} was rejected by the driver at {error}: the cluster has started this rank twice, or "
                 "another run's driver listens there."
             ) from error
+        where = error if isinstance(error, Unreached) else f"{address}:{port}: {error}"
         raise LaunchError(
-            f"{_here(rank)} cannot reach the driver at {error}: it has ended, or a firewall is between them."
+            f"{_here(rank)} cannot reach the driver at {where}: it has ended, or a firewall is between them."
         ) from error
     return DriverConnection(rank, frames)
 

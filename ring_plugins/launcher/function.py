@@ -1,8 +1,8 @@
 """`ring_plugins.run`: calls a function on several ranks, from a notebook, a test or a script.
 
 The ranks are processes of this host, or ranks that `ring run` starts on one host or several. `ring run` can let a job
-continue without ranks that are lost. Without it, the ranks of this host start at once: they inherit what they need, and
-a process that dies is seen with its exit status.
+continue without ranks that are lost. Without `ring run`, the ranks of this host start at once: they inherit what they
+need, and a process that dies is seen with its exit status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
 from ring_plugins.core.base.install import RING, own_python, search_path
 from ring_plugins.core.base.log import flush_output
-from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.base.threads import HelperThread, until
 from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.linux.interfaces import address_towards
 from ring_plugins.core.linux.process import cores, end_with_parent
@@ -180,9 +180,7 @@ def local_ranks(driver: Driver, ranks: int, environment: Mapping[str, str], rela
         yield
         patience = GRACE_SECONDS
     finally:
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not all(process.has_ended() for process in processes):
-            time.sleep(0.005)
+        until(lambda: all(process.has_ended() for process in processes), patience, 0.005)
         for process in processes:
             process.kill()
 

@@ -1,4 +1,4 @@
-"""Decides how many ranks a job has, where they run and what starts them, from the options of `ring run`."""
+"""Decides from the options of `ring run` how many ranks a job has, where, how and with which variables they start."""
 
 from __future__ import annotations
 

@@ -174,9 +174,9 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer)  # before the weights, of which other numbers make other shapes
         if is_fitting and self.is_distributed and self._layer_sync:
-            is_torchs = type(self._layer_sync).__name__ == "TorchSyncBatchNorm"
-            is_on_host = is_torchs and self.root_device.type == "cpu"
-            layer_sync: Any = HostSyncBatchNorm() if is_on_host else self._layer_sync
+            # torch's own refuses to work on the CPU.
+            needs_ours = type(self._layer_sync).__name__ == "TorchSyncBatchNorm" and self.root_device.type == "cpu"
+            layer_sync: Any = HostSyncBatchNorm() if needs_ours else self._layer_sync
             self.model = layer_sync.apply(self.model)
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         super().setup(trainer)

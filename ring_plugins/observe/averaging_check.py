@@ -195,7 +195,7 @@ class _Watch:
         if self._is_over or not self._library or world is None or world.topology.rank != 0 or not world.is_mine():
             return
         if world.failure_detector is None or not world.failure_detector.failed:
-            logger.warning(f"{self._alone('each rank')}")
+            logger.warning(self._alone("each rank"))
 
     def _alone(self, who: str) -> str:
         world, remedy = self._world(), _LIBRARIES[self._library]

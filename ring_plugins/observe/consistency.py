@@ -224,7 +224,10 @@ class Checks:
             self.set_due(False)
 
     def follow_members(self) -> bool:
-        """Do so now; returns whether ranks were lost or have joined since the last call, though a pass has counted."""
+        """Begin to count anew if the ranks have changed; returns whether they have since the last call.
+
+        `number` begins anew, too; the change is still reported here.
+        """
         self._count_anew()
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
@@ -361,6 +364,17 @@ def differing_weights(checksums: Checksums, when: str, communicator: Communicato
         return ""
     found = _difference(checksums, communicator or current().communicator)
     return f"{when} {found}." if found else ""
+
+
+def check_equal_after_losses(checksums: Checksums, communicator: Communicator[Any]) -> None:
+    """Compare weights or averages among the ranks that are left. Collective.
+
+    Raises:
+        DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
+    """
+    found = differing_weights(checksums, "after ranks were lost or joined", communicator)
+    if found:
+        raise DriftError(f"{found} Continue from a checkpoint.")
 
 
 def _difference(checksums: Checksums, communicator: Communicator[Any]) -> str:

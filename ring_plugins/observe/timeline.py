@@ -8,7 +8,7 @@ from ring_plugins.core.base.threads import until
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.world import current_observers
 
-#: Seconds that the start or the end of a timeline may take: it is not worth more.
+#: Seconds to wait for a timeline to start or end; no script should wait longer for one.
 _PATIENCE = 5.0
 
 

@@ -32,10 +32,7 @@ from ring_plugins.core.gradients.trials import ALWAYS, Overlap
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
-from ring_plugins.torch.changes import (
-    Claim,
-    is_claimed,
-)
+from ring_plugins.torch.changes import Claim, is_claimed
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.device import TorchStreams, index_of, is_capturing, is_on_gpu, is_supported, streams
 from ring_plugins.torch.gradient_buckets import GradientBuckets, Named

@@ -1,4 +1,4 @@
-"""What an ordinary training step does not do: averagers that share parameters, parameters that come or are replaced.
+"""What an ordinary step does not meet: lost averagers, shared parameters, parameters that come or are replaced.
 
 An averager has to know, at the first gradient of each backward, whether another averager has taken its parameters,
 whether parameters were registered or replaced, whether ranks train other parameters, whether averaging has failed.
@@ -219,8 +219,7 @@ def _dropped_error(name: str) -> RingError:
         f"{name}: what averaged the gradients of these parameters (a GradientAverager or DistributedOptimizer) was "
         "dropped, since nothing refers to it any more, and they are trained on without averages, so each rank would "
         "train a model of its own. Keep a reference to it as long as you train (step by what "
-        "DistributedOptimizer returns), or close() it before, if each rank is "
-        "to go on alone."
+        "DistributedOptimizer returns), or close() it before, if each rank is to go on alone."
     )
 
 

@@ -30,12 +30,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.gradients.trials import (
-    BucketTuner,
-    choose_overlap,
-    chosen_overlap,
-    tuning_is_wanted,
-)
+from ring_plugins.core.gradients.trials import BucketTuner, choose_overlap, chosen_overlap, tuning_is_wanted
 from ring_plugins.core.world import (
     constructed_by_all,
     current,

@@ -8,8 +8,9 @@ torch has no hook in C++ for many parameters: `torch.autograd.graph.register_mul
 each, and takes 4.3 µs a parameter where these take 0.7 (5,000 parameters, torch 2.13, busy machine). A hook that does
 nothing takes as long as these: the time is autograd's own.
 
-Hooks hold the averager weakly: an averager that nobody refers to any more is gone. If it averaged, its hooks stay, and
-tell of gradients that nobody averages any more (`changes`), until another averager takes the parameters.
+Hooks hold the averager weakly: an averager that nobody refers to any more is gone. Unless it was closed or superseded,
+its hooks stay and report gradients that nobody averages any more (`changes`), until another averager takes the
+parameters.
 
 **The end of a backward.** At the first gradient, an averager asks autograd for a callback. Autograd drops its callbacks
 when backward raises. It holds the only reference to ours, so once the callback is gone the backward has failed. A
@@ -179,13 +180,13 @@ class Hooks:
         self._handles_of_groups.clear()
         self.groups.clear()
 
-    def leave_behind(self, dropped: DroppedAverager) -> None:
-        """From now on, tell what the averager left of every parameter that gets a gradient: the averager is gone."""
+    def leave_behind(self, remains: DroppedAverager) -> None:
+        """The averager is gone: from now on, report every parameter that gets a gradient to what it left."""
         groups, handles = self.groups.copy(), self._handles_of_groups.copy()
         self._handles_of_groups.clear()
         self.remove()
         for group in groups if handles else ():
-            group.left, group.dropped = 0, dropped
+            group.left, group.dropped = 0, remains
 
     def fit(self, bucket_of: Sequence[int]) -> bool:
         """Whether the parameters of each group are in one bucket, which is given by position."""
@@ -514,8 +515,16 @@ def _first(parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Identity and version of the first gradient that there is; None without any."""
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            return id(gradient), 0 if gradient.is_inference() else gradient._version
+            return id(gradient), _version(gradient)
     return None
+
+
+def _gradients(averager: Averager) -> list[torch.Tensor]:
+    return [gradient for _, one in averager.named_parameters if (gradient := one.grad) is not None]
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else gradient._version
 
 
 # Steps of optimizers ------------------------------------------------------------------------------
@@ -543,14 +552,6 @@ def before_use(optimizer: Optimizer, is_step: bool = True) -> None:
     for reference in _watched.copy():  # in the order in which the averagers were made, equal on all ranks
         if (own := reference()) is not None:
             own.before_use(optimizer, is_step)
-
-
-def _gradients(averager: Averager) -> list[torch.Tensor]:
-    return [gradient for _, one in averager.named_parameters if (gradient := one.grad) is not None]
-
-
-def _version(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_inference() else gradient._version
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.rendezvous import tcp
-from ring_plugins.core.rendezvous.tcp import launchers_value
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -113,7 +112,7 @@ def replace_env_rendezvous() -> None:
         nonlocal served
         if "rank=" in url:
             return torch_handler(url, timeout=timeout, **options)
-        values = [launchers_value(name) for name in tcp.VARIABLES]
+        values = [tcp.launchers_value(name) for name in tcp.VARIABLES]
         if world.is_initialized():
             # The launcher's address is safe only the first time: later the store may hold keys of a destroyed group, or
             # rank 0 may still be closing it while another rank connects.

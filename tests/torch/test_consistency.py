@@ -8,6 +8,7 @@ from torch import nn
 
 from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.collectives.single import SingleCommunicator
+from ring_plugins.observe import consistency as shared
 from ring_plugins.torch import consistency
 from ring_plugins.torch.changes import Claim
 from ring_plugins.torch.consistency import OtherOptimizers, TorchChecks, _on_device, parameter_checksums
@@ -170,7 +171,7 @@ def test_an_optimizer_inside_another_is_not_compared_since_ranks_may_have_differ
 def test_weights_are_compared_in_the_pass_after_a_change_and_behind_the_first_update(monkeypatch):
     elastic, compared, told = SimpleNamespace(view=0, tell_changes=lambda: told.append(1)), [], []
     monkeypatch.setattr(consistency, "current", lambda: SimpleNamespace(elastic=elastic))
-    monkeypatch.setattr(consistency, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
+    monkeypatch.setattr(shared, "differing_weights", lambda *_: compared.append(elastic.view) or outcome)
     check, outcome = consistency.RecoveryCheck(None), ""
     named = list(nn.Linear(1, 1).named_parameters())
 

@@ -1,11 +1,12 @@
-"""Calls that a public function or class cannot take at all, as errors that say what to pass instead.
+"""Arguments and messages of a wrong type, as errors that say what to do.
 
-Python's own TypeError for an unknown argument names no remedy; most such arguments are those of another library, in
-which the same thing has another name. What a value of a wrong type raises, deep inside, does not even name it.
-Both are explained once a call has failed, from the function's signature and type hints, so calls cost nothing more.
+**Calls** that a public function or class cannot take at all. Python's own TypeError for an unknown argument names no
+remedy; most such arguments are those of another library, in which the same thing has another name. What a value of a
+wrong type raises, deep inside, does not even name it. Both are explained once a call has failed, from the function's
+signature and type hints, so calls cost nothing more.
 
-Also the records that the ranks of a starting job send each other, read by the same type hints, so that whoever sends
-something else is named: a rank that runs another program, or whoever poses as a rank of a job without RING_SECRET.
+**Records** that the ranks of a starting job send each other are read by the same type hints. The error names the
+sender: a rank that runs another program, or a process that poses as a rank of a job without RING_SECRET.
 """
 
 from __future__ import annotations

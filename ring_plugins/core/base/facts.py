@@ -11,6 +11,9 @@ import time
 
 from ring_plugins.core.base.errors import PeerFailed
 
+#: Seconds for which data that a rank sent before it left may still be on its way.
+IN_FLIGHT = 2.0
+
 
 class Facts:
     """Which other ranks have ended or cannot be reached, and what they have said about it. All numbers are world ranks.

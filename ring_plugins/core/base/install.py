@@ -1,6 +1,6 @@
 """How this package is installed: what to type to add an optional package, and how to start Python for its own code.
 
-`pip_command` is the one place that all texts take that command from.
+All texts take the command for a package from `pip_command`.
 
 `python -c`, `python -m` and `python -` search the current directory first. It may be one that others can write, such as
 /tmp or a directory of shared data, and a json.py that somebody has left there would run as the user. So `own_python`
@@ -62,7 +62,7 @@ def is_installed(module: str) -> bool:
         return False
 
 
-#: The first statements of such code.
+#: The first statements of the package's own code in a new Python: they remove the current directory.
 FIRST = "import sys; sys.path[:] = filter(None, sys.path)"
 #: What starts the `ring` command.
 RING = "import ring_plugins.__main__"

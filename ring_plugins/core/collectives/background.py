@@ -212,8 +212,8 @@ class QueueThread:
                 f"{work.description}, which the same thread runs behind it. Wait for it in the script's own thread."
             )
 
-    def is_next(self, work: BackgroundWork[Any]) -> bool:
-        """Whether a work that has not finished has none before it, so that another thread may run it."""
+    def has_one_left(self) -> bool:
+        """Whether a single work has not ended, so that another thread may run it: none is before it."""
         return self.unfinished == 1 and not self._callback_of
 
     def wait_until_idle(self, seconds: float) -> None:

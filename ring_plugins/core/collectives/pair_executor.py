@@ -59,6 +59,6 @@ class PairExecutor(SerialExecutor):
             self._thread.wait_until_idle(seconds)
 
     def _block_caller(self, work: BackgroundWork[Any]) -> None:
-        if self._callers_run and self._thread is not None and self._thread.is_next(work):
+        if self._callers_run and self._thread is not None and self._thread.has_one_left():
             self.run_synchronously(work.description, work.run, at_once=True)
         super()._block_caller(work)

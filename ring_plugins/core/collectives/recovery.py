@@ -90,8 +90,8 @@ class JobRecovery:
     Attributes:
         agree, replaces: as given.
         confirmations: of a job on several hosts; None on one.
-        recoveries: how often the ranks that are left have gone on.
-        recovering: how each communicator does.
+        recoveries: number of losses after which the survivors have gone on.
+        recovering: the `Recovery` of each communicator, by its executor.
     """
 
     def __init__(self, agree: Callable[[Wait], None], replaces: bool = False) -> None:

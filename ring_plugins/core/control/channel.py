@@ -12,8 +12,6 @@ Either end sends "goodbye" before it closes a connection; one that ends without 
 registered with `at_once`: those of failures and agreements, whose milliseconds count, and which never wait. All other
 handlers run in `poll`, on the monitor thread: those of reports, which may look at /proc or write files. Nothing waits
 for a message: a channel that is slow or broken costs the job its reports, never a step.
-
-`Channel` has 26 methods: it serves both forms of a job, and a forked child.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ others are known to be dead. Raft and a replicated log: nothing but the last vie
 An outside witness (etcd, torchft's lighthouse), which the user would have to run, and which may be lost, too.
 MPI_Comm_agree (ULFM) needs an MPI that offers it, and does not say which side of a cut goes on.
 
-This file has no input or output, so that tests can drive it through any order of messages, deaths and cuts. It is
-longer than others: it is one proof, which is read as a whole.
+This file has no input or output, so that tests can drive it through any order of messages, deaths and cuts.
 """
 
 from __future__ import annotations

@@ -42,19 +42,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from ring_plugins.core.base.errors import DeadlockError, PeerFailed, PeerLeft
+from ring_plugins.core.base.facts import IN_FLIGHT
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.base.places import place_of
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.listen_probe import NETWORK_LOST
-from ring_plugins.core.control.liveness import LEFT, MOST_MEMBERS, SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.liveness import LEFT, MOST_MEMBERS, LocalPeers, death
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
 
 #: How the names of communicators begin that the public functions use.
 OF_FUNCTIONS = "ring"
-#: Seconds for which data that a rank sent before it left may still be on its way.
-_IN_FLIGHT = 2.0
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
@@ -195,7 +195,7 @@ class FailureDetector:
         local = self._local_peers.others.get(rank) if self._local_peers is not None else None
         if local is not None:
             return local.state == LEFT and local.has_died()
-        return time.monotonic() > self.facts.departed.get(rank, float("inf")) + _EXIT - _IN_FLIGHT
+        return time.monotonic() > self.facts.departed.get(rank, float("inf")) + _EXIT - IN_FLIGHT
 
     # This rank ------------------------------------------------------------------------------------
 
@@ -254,9 +254,7 @@ class FailureDetector:
         self._tell("broken", {"key": key, "rank": self.rank, "text": text})
         if self.mesh is not None:
             return  # nobody finishes an operation without this rank's confirmation, or sees it in shared memory
-        end = time.monotonic() + _NOTICE
-        while not knowing.issuperset(members) and self.failure() is None and time.monotonic() < end:
-            time.sleep(0.001)
+        until(lambda: knowing.issuperset(members) or self.failure() is not None, _NOTICE, 0.001)
 
     def _note_knowing(self, sender: int, body: dict[str, Any]) -> None:
         key, rank, member = int(body["key"]), self._rank_in(body), int(body["member"])
@@ -343,9 +341,7 @@ class FailureDetector:
             )
             return
         where = f" on {peer.host}" if self.members.are_on_several_hosts() else ""  # as ranks that see its lock say it
-        self._report_lost(
-            rank, f"rank {rank} (process {peer.pid}{where}) died without reporting an error; {SILENT_ENDS}."
-        )
+        self._report_lost(rank, death(rank, peer.pid, where))
 
     def _report_lost(self, rank: int, text: str, network: bool = False) -> None:
         # The rank "of" ignores the message, since it concerns that rank itself. But a rank behind a lost network may
@@ -378,7 +374,7 @@ class FailureDetector:
 
     def _note_left(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self.facts.depart(rank, _IN_FLIGHT)
+            self.facts.depart(rank, IN_FLIGHT)
         self._departures += ranks
 
 

@@ -47,6 +47,11 @@ MOST_MEMBERS = 896
 SILENT_ENDS = "it was killed by a signal (out of memory? `kill -9`?), crashed in native code, or called os._exit"
 
 
+def death(rank: int, pid: int, where: str) -> str:
+    """The text of a death without a word, whoever finds it; core/exit_hooks.py looks for it."""
+    return f"rank {rank} (process {pid}{where}) died without reporting an error; {SILENT_ENDS}."
+
+
 class Liveness:
     """The segment of one process: its owner writes it, peers read it.
 
@@ -224,8 +229,7 @@ class LocalPeers:
                 root, text = other.root_cause
                 facts.failure = PeerFailed(text, root)
             elif facts.failure is None and not self.may_be_lost and other.is_lost():
-                where = f"(process {other.pid}{self._where})"
-                facts.failure = PeerFailed(f"rank {rank} {where} died without reporting an error; {SILENT_ENDS}.", rank)
+                facts.failure = PeerFailed(death(rank, other.pid, self._where), rank)
 
     def lost(self) -> frozenset[int]:
         """Ranks that are gone without a word."""

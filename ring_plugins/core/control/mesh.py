@@ -45,12 +45,13 @@ from typing import Any, Protocol
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MembersLost, PeerFailed, name_ranks
+from ring_plugins.core.base.facts import IN_FLIGHT
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.member import Member, Members
 from ring_plugins.core.control.channel import EVERYONE, Channel
 from ring_plugins.core.control.consensus import Consensus, Decision
 from ring_plugins.core.control.listen_probe import NETWORK_LOST, ListenProbe
-from ring_plugins.core.control.liveness import SILENT_ENDS, LocalPeers
+from ring_plugins.core.control.liveness import LocalPeers, death
 from ring_plugins.core.control.rounds import Rounds
 from ring_plugins.core.net.auth import Disconnected, Purpose
 from ring_plugins.core.net.frames import FrameSocket
@@ -63,8 +64,6 @@ MESH_TAG = -1
 MOST_RANKS = 256
 #: Seconds between two looks at ranks of which it is not known yet why their connection has ended, and otherwise.
 _LOOK, _IDLE = 0.01, 1.0
-#: Seconds for which data that a rank sent before it left may still be on its way.
-_IN_FLIGHT = 2.0
 
 
 class Waiting(Protocol):
@@ -246,7 +245,7 @@ class Mesh:
 
     def _receive_leaves(self, sender: int, body: dict[str, Any]) -> None:
         self.consensus.note_left(sender, int(body["committed"]))
-        self.members.facts.depart(sender, _IN_FLIGHT)
+        self.members.facts.depart(sender, IN_FLIGHT)
 
     def hang_up(self, rank: int) -> None:
         """Close a connection, now: nothing more of that rank may count."""
@@ -298,7 +297,7 @@ class Mesh:
             is_silent = (rank := lost[0]) in self.members.facts.silent - self.members.facts.dead
         host, pid, here = known[rank].host, known[rank].pid, known[self.rank].host
         where = f" on {host}" if self.members.are_on_several_hosts() else ""
-        dead = f"rank {rank} (process {pid}{where}) died without reporting an error; {SILENT_ENDS}."
+        dead = death(rank, pid, where)
         silent = (
             f"rank {self.rank} on {here} cannot reach rank {rank} (process {pid} on {host}) any more: the network "
             f"between {here} and {host} is lost, or {host} is down."

@@ -140,8 +140,8 @@ class RegisteredPool:
         if free >= 0 and {place for _, place in found} == {free}:
             return self.blocks[free].hand_out(nbytes, self._device)
         block, error = self._new_block(size)
-        has = self._nccl.has
-        best = _WINDOW if has("ncclCommWindowRegister") else _REGISTERED if has("ncclCommRegister") else _ALLOCATED
+        registers = self._nccl.has("ncclCommRegister")
+        best = _WINDOW if self._nccl.has("ncclCommWindowRegister") else _REGISTERED if registers else _ALLOCATED
         offers = self._host.all_gather_object((block is not None, best, error), "allocate on GPUs")
         if block is None or not all(has for has, _, _ in offers):
             if block is not None:

@@ -111,7 +111,7 @@ class GradientReducer:
     Methods that may launch buckets take `fill`, which is called once a pass for every bucket, before its launch: it
     copies the bucket's gradients into its memory, and decides what is sent for one that never became ready.
 
-    Where ranks may be lost, a pass is repeated as a whole after a loss (see above), in the same way.
+    Where ranks may be lost, a pass is repeated as a whole after a loss (see the top of this file).
 
     Args:
         buffer: the buckets' memory.
@@ -259,7 +259,7 @@ class GradientReducer:
         self._next += count
 
     def _restart(self) -> None:
-        """Go back to the first bucket: after a loss the pass is repeated as a whole, see above."""
+        """Go back to the first bucket, to repeat the pass after a loss."""
         self._next, self._works = 0, []
         for codec in self._codecs.values():
             codec.undo()

@@ -8,13 +8,13 @@ run` starts another one in its place, a few times an hour at most.
 The script's own objects are pickled by the member that gives them, and unpickled only in processes that have joined. If
 they cannot be pickled, these processes end, with the reason.
 
-Considered and rejected: to tell the others before the process ends. They would have to agree that it is out, which is
-what they do when it is gone.
+**Several broadcasts in a row must take from one process**, a `Root`. When a rank is lost, those above it get other
+numbers. A loop that broadcasts one tensor after the other from a fixed number would then take some from one process and
+the rest from another, and all ranks would have the same wrong values. So such a loop asks for the root's present number
+before each broadcast.
 
-**Several broadcasts in a row take from one process**, a `Root`. When a rank is lost, those above it get other numbers.
-A loop that broadcasts one tensor after the other from a fixed number would then take some from one process and the rest
-from another, and all ranks would have the same wrong values. So such a loop asks for the root's present number before
-each broadcast.
+Considered and rejected: telling the others before the process ends. They would have to agree that it is out, as they do
+anyway once it is gone.
 """
 
 from __future__ import annotations

@@ -56,14 +56,15 @@ _JSON, _WRITES = 256 * 1024, 2.0
 
 
 class State(IntEnum):
-    """How far the process of a slot is, or was when it ended.
+    """How far the process of a slot is, or was when it ended."""
 
-    Nobody yet, or not any more; a member of the job; one that waits to join; a member that left as it was told; one
-    that waits in `init` for the others; a member without which the others go on, as they could not reach it; one whose
-    process has ended before the job has, as the others found: even its exit status 0 is no normal end then.
-    """
-
-    EMPTY, MEMBER, WAITING, LEFT, STARTING, EXCLUDED, LOST = range(7)
+    EMPTY = 0  # nobody yet, or not any more
+    MEMBER = 1
+    WAITING = 2  # to join
+    LEFT = 3  # as it was told to
+    STARTING = 4  # waits in `init` for the others
+    EXCLUDED = 5  # the others go on without it, as they could not reach it
+    LOST = 6  # the others found that it ended before the job did: even exit status 0 is no normal end then
 
 
 #: Of a process that takes part in the job, or did.

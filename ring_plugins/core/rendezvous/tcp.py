@@ -45,7 +45,10 @@ from ring_plugins.core.rendezvous.record import Launcher, LaunchRecord, Rendezvo
 
 #: Seconds to wait for a previous user of MASTER_PORT, such as a store of torch's that is being closed, to release it.
 _PORT_RELEASE = 5.0
+#: By these the ranks meet. The first two say which rank of how many a process is; left by something else, they may be
+#: wrong.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PLACE = VARIABLES[:2]
 
 
 class Store(Protocol):
@@ -95,7 +98,7 @@ def find(launcher: Launcher) -> LaunchRecord | None:
 
 def half_started(_ranks: int | None) -> str:
     """What is wrong with a process whose variables speak of others, but not of where they are; "" if they do not."""
-    present = [f"{name}={os.environ[name]}" for name in VARIABLES[:2] if os.environ.get(name)]
+    present = [f"{name}={os.environ[name]}" for name in _PLACE if os.environ.get(name)]
     is_one_of_several = (integer("WORLD_SIZE") or 1) > 1 or (integer("RANK") or 0) > 0
     if not is_one_of_several and (not present or integer("WORLD_SIZE") is not None):
         return ""
@@ -112,7 +115,7 @@ def half_started(_ranks: int | None) -> str:
 def _missing_variables() -> list[str]:
     """Those of torchrun's variables that are needed here and not set."""
     has_own_store = _provider is not None and _provider.has_own_store()
-    return [name for name in (VARIABLES[:2] if has_own_store else VARIABLES) if not launchers_value(name)]
+    return [name for name in (_PLACE if has_own_store else VARIABLES) if not launchers_value(name)]
 
 
 def connect(record: LaunchRecord, _ranks: int | None, generation: int) -> Rendezvous:
@@ -303,11 +306,8 @@ def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTra
     return transport, choice.addresses[0]
 
 
+#: What a rank exports.
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
-#: Those that say which rank of how many this process is. Left by something else, they may be wrong.
-_PLACE = NAMES[:2]
-#: Those by which ranks meet.
-_MEETING = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 #: TF_CONFIG names all ranks, and the kernel starts no program with a variable of more than 128 KiB.
 _MOST_IN_TF_CONFIG = 1024
 
@@ -315,7 +315,7 @@ _MOST_IN_TF_CONFIG = 1024
 def launchers_value(name: str) -> str:
     """A variable as a launcher, or the user, has set it: "" if it is not set, or was exported by a rank."""
     names, checksums = _exported()
-    given = [n for n, checksum in zip(NAMES, checksums, strict=False) if n in _MEETING and _checksum(n) != checksum]
+    given = [n for n, checksum in zip(NAMES, checksums, strict=False) if n in VARIABLES and _checksum(n) != checksum]
     is_ours = name in names and not any(map(os.environ.get, given))
     return "" if is_ours else os.environ.get(name, "")
 

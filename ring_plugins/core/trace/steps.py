@@ -45,8 +45,8 @@ class StepClock:
         count: number of finished steps.
         waiting, moving: seconds in which the script was blocked, in total.
         gpu_wait: seconds that the GPU waited for communication in the step that was timed last.
-        ended: of the last steps, the time of their end, and at that time the four above; then the bytes of the step.
-            Whoever has averaged all gradients of a pass appends this, and counts.
+        ended: by step: when it ended, the four numbers above at that time, and the bytes that it reduced.
+            `GradientReducer` appends this at the end of a pass, and counts.
         on_gpu: whether the GPU's waits are known, and count as moving.
     """
 

@@ -67,7 +67,7 @@ class Exchange(backends.Exchange):
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
         self._passes_seen = 0
         checks = _AsOne(settings.checks or KerasChecks(), self._averager)
-        self._averager.checks.list.append(cast("Check", checks))  # which nobody sets
+        self._averager.checks.list.append(cast("Check", checks))  # its number is a property; nobody assigns to it
         self._without_hooks = contextlib.ExitStack()
         if settings.accumulates:
             self._without_hooks.enter_context(self._averager.no_sync())

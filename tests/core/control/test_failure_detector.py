@@ -145,7 +145,7 @@ def test_a_closed_connection_is_a_death_and_a_silent_one_a_lost_network(how, tex
 
 
 def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
-    monkeypatch.setattr(module, "_IN_FLIGHT", 0.0)
+    monkeypatch.setattr(module, "IN_FLIGHT", 0.0)
     zero, channel = detector(0)
     channel.handlers["end"](2, None)
     zero.check("ring", [1], "barrier()")
@@ -166,7 +166,7 @@ def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
 
 
 def test_a_rank_that_left_with_an_exit_status_has_failed(monkeypatch):
-    monkeypatch.setattr(module, "_IN_FLIGHT", 0.0)
+    monkeypatch.setattr(module, "IN_FLIGHT", 0.0)
     zero, channel = detector(0)
     channel.handlers["exits"](2, {"rank": 2, "status": 3})
     assert channel.sent == [(EVERYONE, "exits", {"rank": 2, "status": 3})]
