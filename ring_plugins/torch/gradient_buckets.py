@@ -65,7 +65,6 @@ from ring_plugins.torch.tensor_memory import (
     is_shared,
     laid_out,
     memory_like,
-    uses_of,
     view_of,
 )
 
@@ -220,7 +219,7 @@ class GradientBuckets:
         )
         self.bucket_of = [-1 if entry < 0 else self.reducer.bucket_of[entry] for entry in self.entries]
         #: By bucket how many tensors share its memory if nobody else has one.
-        self._uses = list(map(uses_of, self._tensors))
+        self._uses = list(map(_uses_of, self._tensors))
         #: By bucket and entry what somebody holds; by entry what gets the average and is `p.grad` again.
         self._held, self._staying = dict[int, dict[int, torch.Tensor]](), dict[int, torch.Tensor]()
         self._spare: dict[int, torch.Tensor] = {}  # by entry, memory for an average, where ranks may be lost
@@ -391,7 +390,7 @@ class GradientBuckets:
     def _keep_held(self, bucket: Bucket, small: _Small) -> None:
         """Before a bucket is filled, copy what somebody else holds of it."""
         views, entries, parameters = small.views, small.entries, self.parameters
-        if uses_of(self._tensors[bucket.index]) == self._uses[bucket.index]:
+        if _uses_of(self._tensors[bucket.index]) == self._uses[bucket.index]:
             if sum(map(sys.getrefcount, views)) == _REFERENCES_OF_VIEW * len(views):
                 return
             away = [view for i, view in zip(entries, views, strict=True) if parameters[i].grad is not view]
@@ -732,6 +731,15 @@ def _are_new(gradients: Sequence[torch.Tensor]) -> bool:
 def _move(views: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     with torch.no_grad():
         torch._foreach_copy_(views, gradients)
+
+
+def _uses_of(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory, itself and a temporary reference included.
+
+    As `tensor_memory.is_shared` counts them, in this file since each step asks.
+    """
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
 
 
 def _counted_references() -> tuple[int, int, int]:

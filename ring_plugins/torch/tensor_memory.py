@@ -115,19 +115,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def uses_of(tensor: torch.Tensor) -> int:
-    """How many tensors share this one's memory; it and the reference made here count, too."""
-    storage = tensor.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses
-
-
 def is_shared(gradient: torch.Tensor) -> bool:
     """Whether other tensors lie in the gradient's memory and would see it change.
 
     For `p.view(-1) + f(x)` autograd hands `p` a view of the gradient that the backward of `f` has yet to read.
     """
-    return uses_of(gradient) > 2  # the gradient itself, and the reference made there
+    storage = gradient.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses > 2  # the gradient itself, and `storage`
 
 
 def view_of(bucket: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
