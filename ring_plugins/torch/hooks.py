@@ -515,7 +515,8 @@ def _first(parameters: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Identity and version of the first gradient that there is; None without any."""
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            return id(gradient), _version(gradient)
+            # As `_version`, but without a call: each step asks.
+            return id(gradient), 0 if gradient.is_inference() else gradient._version
     return None
 
 
