@@ -11,10 +11,15 @@ What Horovod (0.28) has and this package has not raises an error that says what 
 off with `ring_plugins` itself, which needs fewer lines.
 """
 
-from ring_plugins.launcher.function import run
+from ring_plugins.horovod import submodules
+from ring_plugins.horovod.runner import run
 from ring_plugins.other_names import no_attribute
 
 __all__ = ["run"]
+#: The release whose names and arguments these are; scripts compare it.
+__version__ = "0.28.1"
+
+submodules.install()
 
 
 def __getattr__(name: str) -> object:
