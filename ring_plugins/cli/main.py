@@ -12,6 +12,7 @@ from ring_plugins import __version__
 from ring_plugins.cli.add_ranks import add_ranks
 from ring_plugins.cli.bench import bench
 from ring_plugins.cli.doctor import doctor
+from ring_plugins.cli.horovodrun import HorovodrunCommand
 from ring_plugins.cli.plan import plan
 from ring_plugins.cli.run import run
 from ring_plugins.core.base import config
@@ -35,7 +36,8 @@ def _print_version(wanted: bool) -> None:
 
 
 # Options after the program's name belong to the program: `ring run -n 2 python train.py -n 5`.
-app.command("run", context_settings={"allow_interspersed_args": False}, no_args_is_help=True)(run)
+_END_AT_PROGRAM = {"allow_interspersed_args": False}
+app.command("run", cls=HorovodrunCommand, context_settings=_END_AT_PROGRAM, no_args_is_help=True)(run)
 app.command("add-ranks", no_args_is_help=True)(add_ranks)
 app.command("doctor")(doctor)
 app.command("bench")(bench)
