@@ -13,6 +13,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gpu.library import nccl_candidates
 from ring_plugins.core.world import current
+from ring_plugins.horovod import settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise ArgumentError(f"comm={comm!r} is not supported: all processes that were started take part in the job.")
     if process_sets:
         raise _no_process_sets("process_sets", process_sets)
-    ring.init()
+    settings.init()
 
 
 def size() -> int:

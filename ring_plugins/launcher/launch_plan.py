@@ -24,6 +24,7 @@ BINDINGS = ("none", "core", "numa", "socket")
 _PREFIXES = (
     "RING_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "PYTHON",
     "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "KERAS_", "TF_", "XLA_", "JAX_", "PL_", "HF_", "WANDB_", "MLFLOW_",
+    "HOROVOD_",
 )  # fmt: skip
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 #: Describes one process to itself; another rank that inherited it would take that process's place.
