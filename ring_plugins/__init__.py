@@ -43,6 +43,7 @@ from ring_plugins.core.functions import (
     reduce_scatter,
     size,
 )
+from ring_plugins.core.groups import Group
 from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import init, is_initialized, shutdown
 from ring_plugins.launcher.function import run
@@ -75,6 +76,7 @@ __all__ = [
     "DeadlockError",
     "DeviceError",
     "DriftError",
+    "Group",
     "LaunchError",
     "MembershipChange",
     "MismatchError",

@@ -20,6 +20,7 @@ LAYERS = [
     {"communicators"},
     {"job"},
     {"world"},
+    {"groups"},
     {"functions", "joining"},
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

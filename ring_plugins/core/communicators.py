@@ -84,26 +84,29 @@ class Communicators:
         gather: Gather | None = None,
         check_gather: Callable[[], object] = lambda: None,
         executor: PairExecutor | None = None,
+        within: Communicator[Any] | None = None,
     ) -> Communicator:
         """A new communicator, whose operations have an order of their own; all members call this.
 
         Args:
             name: for messages.
-            ranks: world ranks of the members, all by default.
-            gather: returns every member's payload; by default over `communicator`, which needs all ranks.
+            ranks: world ranks of the members, by default those of `within`.
+            gather: returns every member's payload, in the order of `ranks`; by default over `within`.
             check_gather: raises if a member has been interrupted in `gather`, and does not come.
             executor: on whose thread the members meet; by default a new one.
+            within: a communicator of the members, by default that of all ranks.
 
         Raises:
             ArgumentError: `ranks` are not distinct ranks of this job.
         """
         size = len(self.members.ranks)
+        ranks = within.ranks if ranks is None and within is not None else ranks
         members = self.members.ranks if ranks is None else tuple(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(self.members.ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
         if len(members) != size:
             self.refuse_to_recover(f"{name}, a group of some ranks,")
-        if gather is None and len(members) != size:
+        if gather is None and within is None and len(members) != size:
             raise ArgumentError(
                 f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
                 "payloads among them."
@@ -111,16 +114,19 @@ class Communicators:
         if len(members) == 1 and not self.replaces:
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
-            with on_all_or_none(self.communicator, f"the construction of {name}") if gather is None else _NOTHING:
+            if gather is None:
+                within = within or self.communicator
+                gather, check_gather = within.all_gather_object, within.check
+            with on_all_or_none(within, f"the construction of {name}") if within is not None else _NOTHING:
                 communicator = made = HostCommunicator(
                     name,
                     self.members.own,
                     self.members.here.node,
                     2 * next(self._tags),
-                    gather or self.communicator.all_gather_object,
+                    gather,
                     self.failure_detector,
                     self._transport,
-                    check_gather if gather else self.communicator.check,
+                    check_gather,
                     executor,
                     self._recovery,
                 )
@@ -158,11 +164,12 @@ class Communicators:
         ranks: Sequence[int] | None = None,
         gather: Gather | None = None,
         own_stream: bool = False,
+        within: Communicator[Any] | None = None,
     ) -> DeviceCommunicator:
         """A new NCCL communicator for GPU memory, one GPU for each rank; all members call this.
 
         Args:
-            name, ranks, gather: as for `new_communicator`.
+            name, ranks, gather, within: as for `new_communicator`.
             device: this rank's GPU, as the process numbers them.
             streams: the framework's.
             own_stream: whether operations of other communicators may overtake its own.
@@ -173,7 +180,7 @@ class Communicators:
             MismatchError: the ranks have different releases of NCCL.
         """
         self.refuse_to_recover("communication between GPUs")
-        host = self.new_communicator(name, ranks, gather)
+        host = self.new_communicator(name, ranks, gather, within=within)
         wait = Wait(name, self.failure_detector)
         choose_interface()
         nccl, driver = load_nccl(), load_driver()

@@ -1,8 +1,8 @@
 """The functions of `import ring_plugins`: this process's place in the job, and collectives on arrays and tensors.
 
 Each collective turns the caller's array into host memory (`core.arrays.memory`), finds or makes memory for the
-result, and calls the communicator of all ranks. Tensors on GPUs go to the functions that a framework's plugin has
-registered in `gpu_functions`. `core.collectives.validation` has the checks for both.
+result, and calls the communicator of all ranks, or of a group. Tensors on GPUs go to the functions that a framework's
+plugin has registered in `gpu_functions`. `core.collectives.validation` has the checks for both.
 
 The file is longer than others: half of it are the docstrings of public functions, which the documentation shows.
 """
@@ -26,7 +26,8 @@ from ring_plugins.core.base.places import called_here
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.collectives.validation import check_rank, check_splits, exchange_rows, rows_of, scatter_rows
+from ring_plugins.core.collectives.validation import check_splits, exchange_rows, rows_of, scatter_rows
+from ring_plugins.core.groups import Group, communicator_of, root_in
 from ring_plugins.core.members.changes import MembershipChange
 from ring_plugins.core.world import current
 
@@ -120,7 +121,8 @@ def all_or_none(collective: F) -> F:
                 "joined the others, which are training. Have each rank compute what it needs by itself, or put it into "
                 "the TrainingState."
             )
-        communicator = world.communicator
+        group = options.get("group")
+        communicator = world.communicator if group is None else communicator_of(group)  # which raises outside of it
         before = communicator.statistics.operations
         world.elastic.end_if_all_are_told()
         for observe in argument_observers:
@@ -147,7 +149,7 @@ def all_or_none(collective: F) -> F:
 
 
 @all_or_none
-def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True) -> Any:
+def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = True, group: Group | None = None) -> Any:
     """Combine `x` of all ranks; every rank gets the same bits.
 
     Args:
@@ -157,12 +159,14 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         out: where to put the result, `x` itself to reduce in place; a new array or tensor by default.
         wait: False returns a `Work` at once; its `wait()` returns the result. Do not touch `x` and `out` before that.
+        group: whose ranks take part, by default all; only these call. "All ranks" then means its own.
 
     Returns:
         The result, of the same type as `x` (numpy for numbers).
 
     Raises:
-        ArgumentError: the dtype or op is not supported, or memory is read-only or on an unknown device.
+        ArgumentError: the dtype or op is not supported, memory is read-only or on an unknown device, or this rank is
+            not in the group.
         MismatchError: ranks gave different shapes, dtypes or ops.
         PeerFailed: another rank is gone.
     """
@@ -170,22 +174,23 @@ def all_reduce(x: Any, op: Op = Op.AVERAGE, *, out: Any = None, wait: bool = Tru
         _reject_gradient(x, "all_reduce")
     if wait is not True:
         _check_wait(wait)
-    communicator = current().communicator
+    communicator = current().communicator if group is None else group.communicator
     try:
         return _in_place(communicator, "all_reduce", x, out, wait, communicator.all_reduce, op, reads_source=True)
     except OnDevice as error:
-        return _on_gpu(x, error).all_reduce(x, op, out, wait)
+        return _on_gpu(x, error).all_reduce(x, op, out, wait, group)
 
 
 @all_or_none
-def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> Any:
+def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True, group: Group | None = None) -> Any:
     """Return the root's `x` on every rank.
 
     Args:
         x: array, tensor or number, of equal shape and dtype on all ranks; only the root's values are used.
-        root: a rank.
+        root: a rank of the job, also with `group`.
         out: where to put the result, `x` itself to overwrite it; new by default.
         wait: False returns a `Work`.
+        group: as in `all_reduce`.
 
     Raises:
         ArgumentError: `root` is not a rank; memory as in `all_reduce`.
@@ -194,22 +199,23 @@ def broadcast(x: Any, root: int = 0, *, out: Any = None, wait: bool = True) -> A
     _reject_gradient(x, "broadcast")
     if wait is not True:
         _check_wait(wait)
-    communicator = current().communicator
-    root = check_rank(root, communicator)
+    communicator = current().communicator if group is None else group.communicator
+    root = root_in(root, communicator, current())
     try:
         return _in_place(communicator, "broadcast", x, out, wait, communicator.broadcast, root)
     except OnDevice as error:
-        return _on_gpu(x, error).broadcast(x, root, out, wait)
+        return _on_gpu(x, error).broadcast(x, root, out, wait, group)
 
 
 @all_or_none
-def all_gather(x: Any, *, wait: bool = True) -> Any:
+def all_gather(x: Any, *, wait: bool = True, group: Group | None = None) -> Any:
     """Concatenate `x` of all ranks along the first dimension.
 
     Args:
         x: array, tensor or number. All dimensions but the first, and the dtype, must be equal on all ranks; a 0-d `x`
             counts as one row.
         wait: False returns a `Work`.
+        group: as in `all_reduce`.
 
     Returns:
         Array or tensor of shape (sum of first dimensions, ...).
@@ -220,11 +226,11 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
     _reject_gradient(x, "all_gather")
     if wait is not True:
         _check_wait(wait)
-    communicator = current().communicator
+    communicator = current().communicator if group is None else group.communicator
     try:
         array, dtype = host_array(x)
     except OnDevice as error:
-        return _on_gpu(x, error).all_gather(x, wait)
+        return _on_gpu(x, error).all_gather(x, wait, group)
 
     def run() -> Any:
         source = np.atleast_1d(np.ascontiguousarray(array))
@@ -241,7 +247,7 @@ def all_gather(x: Any, *, wait: bool = True) -> Any:
 
 
 @all_or_none
-def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
+def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True, group: Group | None = None) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result.
 
     Args:
@@ -249,6 +255,7 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
             into one part per rank; if it does not divide evenly, the first parts are one row longer.
         op: as in `all_reduce`; between hosts with several ranks each, 16-bit floats are rounded once for each host.
         wait: False returns a `Work`.
+        group: as in `all_reduce`.
 
     Returns:
         This rank's part.
@@ -260,11 +267,11 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
     _reject_gradient(x, "reduce_scatter")
     if wait is not True:
         _check_wait(wait)
-    communicator = current().communicator
+    communicator = current().communicator if group is None else group.communicator
     try:
         array, dtype = host_array(x)
     except OnDevice as error:
-        return _on_gpu(x, error).reduce_scatter(x, op, wait)
+        return _on_gpu(x, error).reduce_scatter(x, op, wait, group)
     lengths = scatter_rows(rows_of(array.shape, "reduce_scatter"), communicator.size)
 
     def run() -> Any:
@@ -284,13 +291,14 @@ def reduce_scatter(x: Any, op: Op = Op.AVERAGE, *, wait: bool = True) -> Any:
 
 
 @all_or_none
-def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True) -> Any:
+def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True, group: Group | None = None) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank.
 
     Args:
         x: array or tensor of at least one dimension; dtype and trailing dimensions equal on all ranks.
         splits: how many rows of `x` go to each rank; they add up to its first dimension. Equal parts by default.
         wait: False returns a `Work`.
+        group: as in `all_reduce`.
 
     Returns:
         The received parts in rank order along the first dimension.
@@ -302,11 +310,11 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
     _reject_gradient(x, "all_to_all")
     if wait is not True:
         _check_wait(wait)
-    communicator = current().communicator
+    communicator = current().communicator if group is None else group.communicator
     try:
         array, dtype = host_array(x)
     except OnDevice as error:
-        return _on_gpu(x, error).all_to_all(x, splits, wait)
+        return _on_gpu(x, error).all_to_all(x, splits, wait, group)
     sent = check_splits(splits, rows_of(array.shape, "all_to_all"), communicator.size)
 
     def run() -> Any:
@@ -334,34 +342,36 @@ def all_to_all(x: Any, splits: Sequence[int] | None = None, *, wait: bool = True
 
 
 @all_or_none
-def barrier() -> None:
-    """Return when all ranks have called it."""
-    current().communicator.barrier()
+def barrier(*, group: Group | None = None) -> None:
+    """Return when all ranks have called it, or those of a group."""
+    (current() if group is None else group).communicator.barrier()
 
 
 @all_or_none
-def broadcast_object(item: Any, root: int = 0) -> Any:
+def broadcast_object(item: Any, root: int = 0, *, group: Group | None = None) -> Any:
     """Return the root's object on every rank.
 
     Args:
         item: a picklable object; only the root's is used.
-        root: a rank.
+        root: a rank of the job.
+        group: as in `all_reduce`.
 
     Raises:
-        ArgumentError: `root` is not a rank.
+        ArgumentError: `root` is not a rank, or not in the group.
     """
-    communicator = current().communicator
-    return communicator.broadcast_object(item, check_rank(root, communicator))
+    communicator = current().communicator if group is None else group.communicator
+    return communicator.broadcast_object(item, root_in(root, communicator, current()))
 
 
 @all_or_none
-def all_gather_object(item: Any) -> list[Any]:
+def all_gather_object(item: Any, *, group: Group | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order.
 
     Args:
         item: this rank's object, which must be picklable.
+        group: as in `all_reduce`.
     """
-    return current().communicator.all_gather_object(item)
+    return (current() if group is None else group).communicator.all_gather_object(item)
 
 
 def _check_wait(wait: Any) -> None:
@@ -502,17 +512,17 @@ def _writable(result: Any, name: str) -> tuple[HostMemory, Callable[[], None]]:
 
 
 class GpuFunctions(Protocol):
-    """The collectives for one framework's tensors on GPUs; arguments as above."""
+    """The collectives for one framework's tensors on GPUs; arguments as above, but `root` is a place in the group."""
 
-    def all_reduce(self, x: Any, op: Op, out: Any, wait: bool) -> Any: ...
+    def all_reduce(self, x: Any, op: Op, out: Any, wait: bool, group: Group | None) -> Any: ...
 
-    def broadcast(self, x: Any, root: int, out: Any, wait: bool) -> Any: ...
+    def broadcast(self, x: Any, root: int, out: Any, wait: bool, group: Group | None) -> Any: ...
 
-    def all_gather(self, x: Any, wait: bool) -> Any: ...
+    def all_gather(self, x: Any, wait: bool, group: Group | None) -> Any: ...
 
-    def reduce_scatter(self, x: Any, op: Op, wait: bool) -> Any: ...
+    def reduce_scatter(self, x: Any, op: Op, wait: bool, group: Group | None) -> Any: ...
 
-    def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool) -> Any: ...
+    def all_to_all(self, x: Any, splits: Sequence[int] | None, wait: bool, group: Group | None) -> Any: ...
 
 
 #: By the name of a framework's package, the functions for its tensors on GPUs. The framework's plugin registers them.

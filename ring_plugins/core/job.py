@@ -28,6 +28,7 @@ from ring_plugins.core.control import rank_zero
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeers
+from ring_plugins.core.control.meetings import Meetings
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread, Service
 from ring_plugins.core.control.rank_zero import RankZero
@@ -61,6 +62,7 @@ class World(Communicators):
         first_call: of `init`.
         local_peers: the liveness of all members on this host; before this process has joined, only its own.
         channel, observers: the messages between ranks and the observing services; None in a job of one rank.
+        meetings: of some ranks; None in a job of one rank, and in one that goes on after losses.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class World(Communicators):
         self.has_left = self._closed = False
         self.channel: Channel | None = None
         self.observers: Observers | None = None
+        self.meetings: Meetings | None = None
         self._monitor: MonitorThread | None = None
         self._rank_marker: RankMarker | None = None
         self._reserved: socket.socket | None = None
@@ -216,6 +219,7 @@ class World(Communicators):
         joins = self.is_joining
         assert self.channel is not None
         detector = self.failure_detector = FailureDetector(self.members, self.local_peers, self.channel)
+        self.meetings = None if self.recovers else Meetings(self.channel, detector)
         observers = Observers(self.channel, detector, self.activities, records)
         self.observers = observers
         launched = self.launcher.is_parent or self.own_slot is not None

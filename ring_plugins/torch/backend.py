@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +13,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 
 from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
-from ring_plugins.core.base.errors import LaunchError, PeerFailed, RingError
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, PeerFailed, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.groups import group_readers
 from ring_plugins.core.job import World
 from ring_plugins.core.rendezvous.tcp import register_store_provider
 from ring_plugins.torch import rendezvous
@@ -37,6 +38,8 @@ _WHAT = 'torch.distributed with the backend "ring"'
 def register() -> None:
     """Register the "ring" backend and the rendezvous that serves it; harmless to call again."""
     register_store_provider(rendezvous)
+    if ranks_of not in group_readers:
+        group_readers.append(ranks_of)
     if not dist.is_available() or "ring" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("ring", create_process_group, extended_api=True, devices=["cpu", "cuda"])
@@ -46,6 +49,28 @@ def register() -> None:
     if isinstance(without, set):
         without.add("ring")
     replace_env_rendezvous()
+
+
+def ranks_of(group: Any) -> Sequence[int] | None:
+    """The ranks in the job of a process group of whatever backend; None for what is none.
+
+    Raises:
+        ArgumentError: torch numbers the ranks in another way than the job, and the group is not ours.
+    """
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns on other ranks
+        return ()
+    if isinstance(group, RingProcessGroup):
+        return group.job_ranks
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    own = world.current().topology
+    if (dist.get_rank(), dist.get_world_size()) != (own.rank, own.size):
+        raise ArgumentError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} for torch.distributed, and rank "
+            f"{own.rank} of {own.size} for ring_plugins, so Group.of cannot know whom the group means: call "
+            "ring_plugins.Group(ranks)."
+        )
+    return dist.get_process_group_ranks(group)
 
 
 def create_process_group(options: Any, _backend_options: Any = None) -> RingProcessGroup:

@@ -17,24 +17,29 @@ from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
 from ring_plugins.torch.tensors import Target, check_dense
 
 
-def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool) -> Any:
+def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool, group: Group | None) -> Any:
     """Combine `x` of all ranks."""
-    return _in_place("all_reduce", x, out, wait, lambda communicator, memory: communicator.all_reduce(memory, op))
+    return _in_place(
+        "all_reduce", x, out, wait, group, lambda communicator, memory: communicator.all_reduce(memory, op)
+    )
 
 
-def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool) -> Any:
+def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool, group: Group | None) -> Any:
     """Return the root's `x` on every rank."""
-    return _in_place("broadcast", x, out, wait, lambda communicator, memory: communicator.broadcast(memory, root))
+    return _in_place(
+        "broadcast", x, out, wait, group, lambda communicator, memory: communicator.broadcast(memory, root)
+    )
 
 
-def all_gather(x: torch.Tensor, wait: bool) -> Any:
+def all_gather(x: torch.Tensor, wait: bool, group: Group | None) -> Any:
     """Concatenate `x` of all ranks along the first dimension."""
-    communicator, source = _communicator(x), _source(x)
+    communicator, source = _communicator(x, group), _source(x)
     lengths = [rows for (rows,) in _exchange_rows(communicator, source, source.shape[:1], "all_gather")]
     result = source.new_empty((sum(lengths), *source.shape[1:]))
     each = prod(source.shape[1:])
@@ -46,9 +51,9 @@ def all_gather(x: torch.Tensor, wait: bool) -> Any:
     return _run(communicator, "all_gather", run, wait)
 
 
-def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
+def reduce_scatter(x: torch.Tensor, op: Op, wait: bool, group: Group | None) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result."""
-    communicator = _communicator(x)
+    communicator = _communicator(x, group)
     lengths = scatter_rows(rows_of(x.shape, "reduce_scatter"), communicator.size)
     source = _source(x)
     result = source.new_empty((lengths[communicator.rank], *source.shape[1:]))
@@ -61,9 +66,9 @@ def reduce_scatter(x: torch.Tensor, op: Op, wait: bool) -> Any:
     return _run(communicator, "reduce_scatter", run, wait)
 
 
-def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool) -> Any:
+def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool, group: Group | None) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank."""
-    communicator = _communicator(x)
+    communicator = _communicator(x, group)
     send = check_splits(splits, rows_of(x.shape, "all_to_all"), communicator.size)
     source = _source(x)
     receive = [theirs[communicator.rank] for theirs in _exchange_rows(communicator, source, send, "all_to_all")]
@@ -84,9 +89,10 @@ def _in_place(
     x: torch.Tensor,
     out: Any,
     wait: bool,
+    group: Group | None,
     operate: Callable[[DeviceCommunicator, DeviceMemory], None],
 ) -> Any:
-    communicator = _communicator(x)
+    communicator = _communicator(x, group)
     with torch.no_grad():
         if out is None:
             result = x.detach().clone(memory_format=torch.contiguous_format)
@@ -109,9 +115,9 @@ def _run(communicator: DeviceCommunicator, name: str, run: Callable[[], torch.Te
     return run() if wait else communicator.start(name, run)
 
 
-def _communicator(x: torch.Tensor) -> DeviceCommunicator:
+def _communicator(x: torch.Tensor, group: Group | None) -> DeviceCommunicator:
     check_dense(x, "x")
-    return current().device_communicator(index_of(x), streams(index_of(x)))
+    return (current() if group is None else group).device_communicator(index_of(x), streams(index_of(x)))
 
 
 def _source(x: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,11 @@ class RingProcessGroup(_Base):  # type: ignore[misc]
         """The store that the members share; `split_group` asks for it."""
         return self._store
 
+    @property
+    def job_ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the job."""
+        return self._communicator.ranks
+
     # torch looks for one backend object per device type; a process group written in Python is its own.
 
     @property

@@ -184,7 +184,7 @@ def test_tensors_on_gpus_go_to_the_functions_of_their_framework(monkeypatch):
     )
     x = OnGpu()
     functions.all_reduce(x, Op.SUM)
-    assert calls == [(x, Op.SUM, None, True)]
+    assert calls == [(x, Op.SUM, None, True, None)]
 
 
 def test_tensors_on_gpus_of_other_frameworks_are_rejected():

@@ -31,15 +31,14 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "average": ("op", "op=SUM for a sum, or nothing for an average,"),
     "np": ("ranks", "ranks"),
     "num_proc": ("ranks", "ranks"),
+    "process_set": ("group", "group=ring_plugins.Group(ranks)"),
     "reduce_op": ("op", "op"),
     "root_rank": ("root", "root"),
     "src": ("root", "root"),
     "tensor": ("x", "x"),
     "world_size": ("ranks", "ranks"),
 }
-_GROUPS = (
-    'all ranks take part. With PyTorch, torch.distributed.init_process_group("ring") and new_group(ranks) make groups'
-)
+_GROUPS = "all ranks take part; collectives, and what averages gradients, take a ring_plugins.Group(ranks)"
 _WITHOUT = {
     "group": _GROUPS, "process_set": _GROUPS, "name": "leave it out, operations match by their order on all ranks"
 }  # fmt: skip

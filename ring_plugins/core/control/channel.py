@@ -168,6 +168,10 @@ class Channel:
     def _is_connected(self, rank: int) -> bool:
         return rank in self.peers and rank not in self._queued
 
+    def reaches(self, rank: int) -> bool:
+        """Whether messages to a rank arrive, as far as is known, or wait for its connection."""
+        return rank == self.rank or rank in self.peers or rank in self._queued
+
     def hang_up(self, rank: int) -> None:
         """Close a connection now: nothing more of that rank counts."""
         self.peers.hang_up(rank)

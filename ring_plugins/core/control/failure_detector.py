@@ -54,7 +54,7 @@ from ring_plugins.core.control.parent_notifier import notify_parent
 from ring_plugins.core.net.auth import Disconnected
 
 #: How the names of communicators begin that the public functions use.
-OF_FUNCTIONS = "ring"
+OF_FUNCTIONS = ("ring", "group of ")
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
