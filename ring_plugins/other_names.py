@@ -18,7 +18,7 @@ _HOROVOD = {
     "DistributedGradientTape": "ring_plugins.keras.DistributedOptimizer(optimizer)",
     "PartialDistributedGradientTape": "DistributedGradientTape for shared variables, tf.GradientTape for the others",
     "ProcessSet": 'torch.distributed.new_group(ranks) of init_process_group("ring"), with PyTorch',
-    "SyncBatchNorm": 'torch.nn.SyncBatchNorm after torch.distributed.init_process_group("ring")',
+    "SyncBatchNorm": "ring_plugins.torch.SyncBatchNorm",
     "SyncBatchNormalization": "ring_plugins.keras.BroadcastCallback(synchronized_batch_norm=True)",
     "add_process_set": 'torch.distributed.new_group(ranks) of init_process_group("ring"), with PyTorch',
     "allgather": "ring_plugins.all_gather(x)",
