@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_plugins.core.arrays.arithmetic import PIECE_BYTES, reduce_into
+from ring_plugins.core.arrays.arithmetic import PIECE_BYTES, narrow, reduce_into, widen
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import host_memory
 
@@ -54,3 +54,24 @@ def test_a_single_term_of_16_bits_is_not_even_widened():
     bits, target = np.array([0x7F81, 1, 0x8000], np.uint16), np.zeros(3, np.uint16)
     reduce_into(target, [bits], Op.SUM, "bfloat16")
     assert target.tolist() == bits.tolist()
+
+
+def test_float16_is_converted_as_numpy_does():
+    """Every float16, and of float32 those around each float16 and halfway between two, where rounding decides."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    wide = np.empty(halves.size, np.float32)
+    widen(halves, wide, "float16")
+    np.testing.assert_array_equal(wide, halves.astype(np.float32))
+    assert np.array_equal(np.signbit(wide), np.signbit(halves))
+    finite = wide[np.isfinite(wide)]
+    halfway = (finite[:-1] + finite[1:]) / 2
+    near = [np.nextafter(values, side) for values in (finite, halfway) for side in (-np.inf, np.inf)]
+    limits = np.array([65519.996, 65520, 1e38, np.inf, np.nan, 2.0**-25, 1e-45, 0], np.float32)
+    values = np.concatenate([finite, halfway, *near, limits, -limits]).astype(np.float32)
+    rounded = np.empty(values.size, np.float16)
+    narrow(values, rounded, "float16")
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    np.testing.assert_array_equal(rounded, expected)
+    is_number = ~np.isnan(values)
+    np.testing.assert_array_equal(np.signbit(rounded)[is_number], np.signbit(expected)[is_number])
