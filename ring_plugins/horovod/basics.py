@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, MismatchError, MissingDependency
 from ring_plugins.core.functions import all_or_none
-from ring_plugins.core.gpu.library import nccl_candidates
+from ring_plugins.core.gpu import load_nccl
 from ring_plugins.core.world import current
 from ring_plugins.horovod import settings
+from ring_plugins.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Result = TypeVar("Result")
 Results = TypeVar("Results")
 
+#: What ranks that wait in `join` do, for messages of the others.
+JOIN = "hvd.join"
+
 #: What every module of Horovod has.
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",
@@ -43,6 +52,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -57,10 +67,19 @@ __all__ = [
 
 Average, Sum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT
 
+
+class _Adasum:
+    """Scripts may name it, as in `op=hvd.Adasum if args.use_adasum else hvd.Average`; what gets it says what to use."""
+
+    def __repr__(self) -> str:
+        return "hvd.Adasum"
+
+
+Adasum = _Adasum()
+
 shutdown, is_initialized = ring.shutdown, ring.is_initialized
 rank, local_rank, local_size = ring.rank, ring.local_rank, ring.local_size
 cross_rank, cross_size = ring.node_rank, ring.num_nodes
-barrier = ring.barrier
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -98,9 +117,36 @@ gloo_built = gloo_enabled = mpi_threads_supported = mpi_built = mpi_enabled = _t
 ddl_built = ccl_built = cuda_built = rocm_built = _false
 
 
-def nccl_built() -> bool:
-    """Whether an NCCL library is found."""
-    return bool(nccl_candidates())
+@lru_cache
+def nccl_built() -> int:
+    """The version of the NCCL library that is found, such as 22707 for 2.27.7; 0 if there is none."""
+    try:
+        return load_nccl().version
+    except (DeviceError, MissingDependency):
+        return 0
+
+
+def barrier(process_set: Any = None) -> None:
+    """Return when all ranks have called it."""
+    check_process_set(process_set)
+    ring.barrier()
+
+
+@all_or_none
+def join(device: Any = -1) -> int:
+    """Wait until all ranks have called it, as scripts do at the end.
+
+    Args:
+        device: has no effect.
+
+    Returns:
+        The rank that came last.
+
+    Raises:
+        MismatchError: another rank is in a collective instead: it has more batches than this one.
+    """
+    came = current().communicator.all_gather_object(time.time(), JOIN)
+    return max(range(len(came)), key=lambda rank: (came[rank], rank))
 
 
 class ProcessSet:
@@ -145,21 +191,113 @@ def _no_process_sets(argument: str, value: Any) -> ArgumentError:
     )
 
 
+class Compressor:
+    """How tensors are sent. Subclasses of a script's own may be given to functions that take `compression`."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """What is sent instead of a tensor, and what `decompress` needs to know of it."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """What the script gets, from what has been made of all ranks' tensors."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    codec = None
+
+
+class FP16Compressor(Compressor):
+    """Sends floats in 16 bits."""
+
+    codec = "fp16"
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor in 16 bits, if it holds floats, and its dtype."""
+        return cast_to(tensor, "float16") if _holds_floats(tensor) else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor in its dtype before."""
+        return cast_to(tensor, ctx) if _holds_floats(tensor) else tensor
+
+
 class Compression:
     """How gradients are sent: `Compression.none`, or in 16 bits with `Compression.fp16`."""
 
-    none: None = None
-    fp16: Literal["fp16"] = "fp16"
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def compressor_of(compression: Any) -> Compressor:
+    """The `compression` of a function that reduces tensors.
+
+    Raises:
+        ArgumentError: it has no `compress` and `decompress`.
+    """
+    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
+        return cast("Compressor", compression)
+    raise ArgumentError(
+        f"compression={compression!r:.60} must be hvd.Compression.none, hvd.Compression.fp16 or a class with their "
+        "methods compress and decompress."
+    )
 
 
 def check_compression(compression: Any) -> Literal["fp16"] | None:
-    """Return it if it is one of `Compression`'s, else reject it."""
-    if compression not in (None, "fp16"):
-        raise ArgumentError(f"compression={compression!r} must be hvd.Compression.none or hvd.Compression.fp16.")
-    return "fp16" if compression == "fp16" else None
+    """What an optimizer's `compression` is called here.
+
+    Raises:
+        ArgumentError: it is none of Horovod's two: buckets hold many gradients, and are not a script's tensors.
+    """
+    if "codec" in getattr(compression, "__dict__", ()):  # not that of a base
+        return cast("Literal['fp16'] | None", compression.codec)
+    raise ArgumentError(
+        f"compression={compression!r:.60} of an optimizer must be hvd.Compression.none or hvd.Compression.fp16. A "
+        "compressor of your own works in hvd.allreduce(tensor, compression=...) and hvd.reducescatter."
+    )
 
 
-def op_of(average: bool | None, op: Op | None) -> Op:
+def cast_to(x: Any, dtype: Any) -> Any:
+    """An array of numpy, or a tensor of torch or TensorFlow, in another dtype of its library; floats by their name."""
+    names = [base.__module__.partition(".")[0] for base in type(x).__mro__]  # a class of the script's own comes first
+    library = next(sys.modules[name] for name in names if name in ("torch", "tensorflow", "numpy"))
+    if isinstance(dtype, str):
+        dtype = getattr(library, dtype)
+    if hasattr(x, "astype"):
+        return x.astype(dtype)
+    return x.to(dtype) if hasattr(x, "to") else library.cast(x, dtype)
+
+
+def _holds_floats(tensor: Any) -> bool:
+    dtype = tensor.dtype
+    found = getattr(dtype, "is_floating_point", getattr(dtype, "is_floating", None))  # torch's, TensorFlow's
+    return dtype.kind == "f" if found is None else bool(found)
+
+
+def scaled(x: Any, factor: float, is_whole: bool) -> Any:
+    """Multiply an array or tensor in its dtype; integers as Horovod does, in float64 without what is behind the point.
+
+    Args:
+        x: of numpy, torch or TensorFlow.
+        factor: `prescale_factor` or `postscale_factor`.
+        is_whole: whether it holds integers.
+    """
+    if factor == 1.0:
+        return x
+    return cast_to(cast_to(x, "float64") * factor, x.dtype) if is_whole else x * factor
+
+
+def reduction_of(op: Op, postscale_factor: float, size: int, is_whole: bool) -> tuple[Op, float]:
+    """The reduction to call for Horovod's, and the factor after it: averages of integers are scaled sums."""
+    return (Sum, postscale_factor / size) if is_whole and op is Average else (op, postscale_factor)
+
+
+def op_of(average: bool | None, op: Any) -> Op:
     """The reduction that Horovod's two arguments for it mean.
 
     Args:
@@ -174,25 +312,43 @@ def op_of(average: bool | None, op: Op | None) -> Op:
         )
     if op is None:
         return Sum if average is False else Average
+    if op is Adasum:
+        raise ArgumentError(
+            "op=hvd.Adasum is not built here. Pass op=hvd.Average, with the learning rate of one rank times hvd.size() "
+            "after some epochs of warm-up."
+        )
     if not isinstance(op, Op):
         raise ArgumentError(f"op={op!r} must be hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product.")
     return op
 
 
-def check_averages(op: Op, gradient_predivide_factor: float) -> None:
-    """Reject other reductions of gradients than their average.
+def gradient_factor(op: Any, gradient_predivide_factor: float, size: int) -> int:
+    """What averages of gradients are multiplied by for the op of an optimizer: 1 for averages, `size` for sums.
 
     Args:
         op: of the optimizer.
         gradient_predivide_factor: only moves a part of the division before the sum, which is exact here either way.
+        size: number of ranks.
+
+    Raises:
+        ArgumentError: `op` is neither Average nor Sum, or the factor is not positive, or there is one with Sum.
     """
-    if op_of(None, op) is not Average:
-        raise ArgumentError(
-            f"op={op!r} is not supported for gradients, which are averaged here; multiply the learning rate by "
-            "hvd.size() instead of using hvd.Sum."
-        )
+    if op_of(None, op) not in (Average, Sum):
+        raise ArgumentError(f"op={op!r} is not supported for gradients; pass hvd.Average or hvd.Sum.")
     if gradient_predivide_factor <= 0:
         raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor!r} is not a positive number.")
+    if op is Sum and gradient_predivide_factor != 1.0:
+        raise ArgumentError("gradient_predivide_factor is a part of an average; leave it out with op=hvd.Sum.")
+    return size if op is Sum else 1
+
+
+def check_averages(op: Op, gradient_predivide_factor: float) -> None:
+    """Reject other reductions of gradients than their average, which some optimizers do not have; as above."""
+    if gradient_factor(op, gradient_predivide_factor, 2) != 1:
+        raise ArgumentError(
+            f"op={op!r} is not supported for gradients here, which are averaged. With SGD, multiply the learning rate "
+            "by hvd.size(); Adam and other optimizers that divide by the size of gradients need no change."
+        )
 
 
 def check_name(kind: str, name: str | None) -> None:
@@ -250,14 +406,6 @@ def grouped(
     operation.__signature__ = inspect.Signature([first, *others], return_annotation=returns)  # type: ignore[attr-defined]
     operation.__annotations__["tensors"] = first.annotation
     return cast("Any", all_or_none(operation))  # type: ignore[no-any-return]
-
-
-def refuse_join(device: Any = -1) -> NoReturn:
-    """Horovod's `join`, for ranks with fewer batches than others."""
-    raise ArgumentError(
-        "join() does not exist here: give all ranks the same number of steps, for example with drop_last=True in the "
-        "DataLoader and steps_per_epoch in fit(). Ranks with fewer steps are reported, they hang nobody."
-    )
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:

@@ -162,8 +162,8 @@ class GradientAverager:
         self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed; and whether it averages in host memory.
         self.is_closed, self.is_on_host = False, self._streams is None
-        #: Reductions of all gradients so far.
-        self.steps = 0
+        #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
+        self.steps, self.sums = 0, False
         if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):
@@ -473,6 +473,9 @@ class GradientAverager:
             self._sets.sparse.update(outcome.found_sparse)
             self._sets.drop_all()
         self.steps += 1
+        if self.sums:
+            parameters = [parameter for _, parameter in self._sets.named]
+            _multiply(itertools.compress(parameters, buckets.is_trained), self.communicator)
         if outcome.options_differ:
             self.checks.say(self.communicator)
         if buckets.replaced and (names := self._sets.replaced_by_untrained(buckets)):
@@ -670,6 +673,14 @@ class GradientAverager:
         self.is_closed = self.is_closed or self._buckets is not None
         self._buckets = None
         self.communicator.close()
+
+
+@torch.no_grad()
+def _multiply(parameters: Iterable[torch.Tensor], communicator: Communicator[Any]) -> None:
+    """Make sums of averages."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(communicator.size)
 
 
 def _check_passes(passes: Any) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
@@ -23,14 +24,18 @@ def test_the_older_and_the_newer_argument_name_one_reduction(average, op, found)
         (lambda: basics.op_of(True, Sum), "say the same thing; pass only op"),
         (lambda: basics.op_of("yes", None), "neither True nor False"),
         (lambda: basics.op_of(None, "sum"), "must be hvd.Average, hvd.Sum"),
-        (lambda: basics.check_averages(Sum, 1.0), "multiply the learning rate by hvd.size"),
+        (lambda: basics.op_of(None, basics.Adasum), "op=hvd.Adasum is not built here"),
+        (lambda: basics.check_averages(Sum, 1.0), "With SGD, multiply the learning rate by hvd.size"),
+        (lambda: basics.gradient_factor(basics.Max, 1.0, 2), "pass hvd.Average or hvd.Sum"),
+        (lambda: basics.gradient_factor(Sum, 2.0, 2), "leave it out with op=hvd.Sum"),
+        (lambda: basics.compressor_of("bf16"), "or a class with their methods"),
         (lambda: basics.check_averages(Average, 0.0), "is not a positive number"),
         (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none or hvd.Compression.fp16"),
         (lambda: basics.check_process_set([0]), "collectives here are among all ranks"),
         (lambda: basics.ProcessSet([0]), "collectives here are among all ranks"),
         (lambda: basics.init(comm=[0]), "all processes that were started take part"),
         (lambda: basics.init(process_sets=[0]), "collectives here are among all ranks"),
-        (basics.refuse_join, "give all ranks the same number of steps"),
+        (lambda: basics.barrier([0]), "collectives here are among all ranks"),
     ],
 )
 def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
@@ -42,6 +47,7 @@ def test_what_exists_is_passed_on():
     assert basics.check_compression(Compression.none) is None
     assert basics.check_compression(Compression.fp16) == "fp16"
     basics.check_averages(Average, 2.0)
+    assert [basics.gradient_factor(op, 1.0, 3) for op in (Average, Sum)] == [1, 3]
     basics.check_process_set(None)
     basics.check_process_set(basics.global_process_set)
     assert [basics.gloo_built(), basics.ddl_built()] == [True, False]
@@ -60,3 +66,35 @@ def test_a_grouped_operation_has_the_arguments_of_the_single_one(monkeypatch):
     assert (grouped.__name__, grouped([1, 2], factor=3, name="x")) == ("grouped_scale", (3, 6))
     assert seen == ["x", "x"]
     assert [*inspect.signature(grouped).parameters] == ["tensors", "factor", "name"]
+
+
+class Halving(basics.NoneCompressor):
+    """A script's own, which buckets would not use."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, None
+
+
+def test_a_compressor_of_ones_own_is_for_tensors_and_not_for_buckets():
+    assert basics.compressor_of(Halving) is Halving
+    with pytest.raises(ArgumentError, match="works in hvd.allreduce"):
+        basics.check_compression(Halving)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int8, np.int64])
+def test_compression_to_16_bits_is_of_floats_only(dtype):
+    sent, context = Compression.fp16.compress(np.ones(3, dtype))
+    assert sent.dtype == (np.float16 if np.issubdtype(dtype, np.floating) else dtype)
+    assert Compression.fp16.decompress(sent, context).dtype == dtype
+    x = np.ones(3, dtype)
+    assert Compression.none.compress(x)[0] is Compression.none.decompress(x, None) is x
+
+
+def test_integers_are_scaled_and_averaged_towards_zero():
+    x = np.array([7, -7])
+    assert basics.scaled(x, 0.5, is_whole=True).tolist() == [3, -3]
+    assert basics.scaled(x.astype(np.float32), 0.5, is_whole=False).tolist() == [3.5, -3.5]
+    assert basics.reduction_of(Average, 0.5, 4, is_whole=True) == (Sum, 0.125)
+    assert basics.reduction_of(Average, 0.5, 4, is_whole=False) == (Average, 0.5)
+    assert basics.reduction_of(basics.Max, 0.5, 4, is_whole=True) == (basics.Max, 0.5)

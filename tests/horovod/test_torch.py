@@ -6,6 +6,7 @@ from tests.launch import run_ranks
 
 SCRIPT = """
 import os
+import time
 import torch
 import ring_plugins as ring
 from tests.worker import report
@@ -85,6 +86,12 @@ report("whole", [
     hvd.allreduce_(whole.clone(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5).tolist(),
     whole.tolist(),
 ])
+odd = torch.tensor([3 + rank, -3 - rank])  # as their averages are: -3.5 becomes -3
+report("whole averages", [
+    hvd.allreduce(odd).tolist(), hvd.allreduce_(odd.clone(), postscale_factor=2.0).tolist(),
+    hvd.grouped_allreduce([odd, x])[0].tolist(), hvd.synchronize(hvd.allreduce_async(odd)).tolist(),
+    torch.cat([hvd.allgather(hvd.reducescatter(odd))]).tolist(),
+])
 report("kept", x)
 handles = [hvd.allreduce_async_(y, op=hvd.Sum, name=f"y{i}") for i, y in enumerate((x.clone(), x.clone() * 2))]
 report("in place", [hvd.synchronize(handle).tolist() for handle in handles])
@@ -146,12 +153,14 @@ report("needs none", hvd.allreduce(weight.detach()).requires_grad)
 # What is rejected
 rejected = []
 for call in (
-    lambda: hvd.join(),
-    lambda: hvd.Adasum,
+    lambda: hvd.allreduce(x, op=hvd.Adasum),
     lambda: hvd.elastic,
     lambda: hvd.allreduce(x, process_set=[0]),
     lambda: hvd.allreduce(x, average=True, op=hvd.Sum),
-    lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Sum),
+    lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Max),
+    lambda: hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), [*model.named_parameters(), *model.named_parameters()]
+    ),
     lambda: hvd.init(comm=[0, 1]),
     lambda: hvd.ProcessSet([0, 1]),
 ):
@@ -160,6 +169,41 @@ for call in (
     except (ring.ArgumentError, AttributeError) as error:
         rejected.append(str(error))
 report("rejected", rejected)
+# A call that ranks make differently is an error, and the next one works
+caught = []
+for call in (lambda: hvd.allreduce(torch.ones(2 + rank)), lambda: hvd.grouped_allreduce([x[rank:], x[1 - rank:]]),
+             lambda: hvd.allgather(torch.ones(2, 2 + rank)), lambda: hvd.reducescatter(torch.ones(()))):
+    try:
+        call()
+    except hvd.HorovodInternalError:
+        caught.append(hvd.allreduce(x, op=hvd.Sum).tolist())
+report("caught", caught)
+
+class Doubling(hvd.Compressor):
+    @staticmethod
+    def compress(tensor):
+        return tensor * 2, "context"
+
+report("own compressor", hvd.allreduce(x, compression=Doubling))
+for op in (hvd.Average, hvd.Sum):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op, backward_passes_per_step=2)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+        report(op.name, model.weight.grad)
+        with torch.no_grad():
+            optimizer.step()
+    optimizer.close()
+hvd.barrier(process_set=hvd.global_process_set)
+if rank == 1:
+    time.sleep(0.2)
+report("last", hvd.join())
 try:
     hvd.allreduce(x, name=f"rank{rank}")
 except ring.MismatchError as error:
@@ -183,6 +227,7 @@ def test_a_script_for_horovod(launcher):
         "largest": [1, 2, 3, 4],
         "half": [0.5, 1.5, 2.5, 3.5],
         "whole": [[2, 4], [4, 7], [3, 6], [3, 5]],
+        "whole averages": [[3, -3], [7, -7], [3, -3], [3, -3], [3, -3]],
         "in place": [[1, 3, 5, 7], [2, 6, 10, 14]],
         "polled": True,
         "grouped": [[1, 3, 5, 7], [2, 6, 10, 14]],
@@ -219,6 +264,10 @@ def test_a_script_for_horovod(launcher):
     assert result.values("gradient") == [[2, 2], [4, 4]], "the sum's gradient is the sum of the ranks' gradients"
     for texts in result.values("rejected"):
         assert len(texts) == 8 and "ranks=[0, 1] is not supported" in texts[7], texts
-        assert "drop_last" in texts[0] and "Adasum" in texts[1] and 'on_failure="continue"' in texts[2]
-        assert "process_set=[0]" in texts[3] and "pass only op" in texts[4] and "hvd.Sum" in texts[5]
+        assert "hvd.Adasum" in texts[0] and 'on_failure="continue"' in texts[1] and "process_set=[0]" in texts[2]
+        assert "pass only op" in texts[3] and "hvd.Sum" in texts[4] and "the name '0.weight' of 2" in texts[5]
+    assert result.values("caught") == [[[1, 3, 5, 7]] * 4] * 2
+    assert result.values("own compressor") == [[1, 3, 5, 7]] * 2
+    assert [result.values("AVERAGE"), result.values("SUM")] == [[[[3, 3]]] * 2, [[[6, 6]]] * 2]
+    assert result.values("last") == [1, 1]
     assert all("rank 0: name='rank0', rank 1: name='rank1'" in text for text in result.values("names"))

@@ -115,7 +115,7 @@ def _of(text: str) -> Fingerprint:
 
 
 class MismatchAfterRejection(MismatchError):
-    """Ranks disagree after one of them rejected a call, which ends the communicator: they count unequally."""
+    """Ranks disagree after some of them rejected more calls than others, which ends the communicator."""
 
 
 def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> MismatchError:
@@ -141,7 +141,8 @@ def mismatch(communicator: str, calls: dict[int, str], own_place: str = "") -> M
     )
     where = f" This rank is at {own_place}." if own_place else ""
     operations = {rank: text.partition("\n")[0] for rank, text in calls.items()}
-    kind = MismatchAfterRejection if any(_REJECTED in text for text in texts) else MismatchError
+    counts = {text.rpartition(" after ")[2] if _REJECTED in text else "" for text in texts}
+    kind = MismatchAfterRejection if len(counts) > 1 else MismatchError
     return kind(
         f"ranks disagree in {communicator}: {parts}.{where} All ranks must make equal calls in the same order. "
         f"{_likely_causes(operations)}"

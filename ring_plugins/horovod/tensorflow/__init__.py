@@ -32,7 +32,6 @@ from ring_plugins.horovod.basics import (
     check_process_set,
     size,
 )
-from ring_plugins.horovod.basics import refuse_join as join
 from ring_plugins.horovod.tensorflow import collectives
 from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.tensorflow.collectives import as_it_is
@@ -52,7 +51,6 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "broadcast_variables",
-    "join",
 ]
 __all__ += basics.__all__ + collectives.__all__
 

@@ -8,7 +8,9 @@ only Average and Sum pass one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ring_plugins.core.base.install import missing
@@ -27,18 +29,22 @@ from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these name
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
-    check_averages,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+    Sum,
     check_compression,
     check_process_set,
+    gradient_factor,
 )
-from ring_plugins.horovod.basics import refuse_join as join
 from ring_plugins.horovod.torch import collectives
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.torch.collectives import poll, synchronize
 from ring_plugins.other_names import no_attribute
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "join", "poll", "synchronize"]
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "poll", "synchronize"]
+__all__ += ["Compressor", "FP16Compressor", "NoneCompressor"]
 __all__ += basics.__all__ + collectives.__all__
 
 
@@ -52,14 +58,14 @@ class DistributedOptimizer(_DistributedOptimizer):
     Args:
         optimizer, named_parameters, backward_passes_per_step: as there.
         compression: `Compression.none` or `Compression.fp16`.
-        op: `Average`; no other reduction of gradients is supported.
+        op: `Average`, or `Sum` of the ranks' gradients.
         gradient_predivide_factor, num_groups, groups: have no effect; buckets are agreed on before the first step.
-        sparse_as_dense: whether sparse gradients are made dense.
+        sparse_as_dense: whether sparse gradients are made dense; those of SparseAdam, which takes no others, are not.
         process_set: all processes.
         options: further arguments of `ring_plugins.torch.DistributedOptimizer`.
 
     Raises:
-        ArgumentError, MismatchError: as there, and for an unsupported argument.
+        ArgumentError, MismatchError: as there, and for an unsupported argument or two parameters of one name.
     """
 
     def __init__(
@@ -76,36 +82,79 @@ class DistributedOptimizer(_DistributedOptimizer):
         process_set: Any = None,
         **options: Any,
     ) -> None:
-        check_averages(op, gradient_predivide_factor)
+        gradient_factor(op, gradient_predivide_factor, 1)
         check_process_set(process_set)
+        self._was_synchronized, self._warns = False, True
         super().__init__(
             optimizer,
-            named_parameters,
+            _of_distinct_names(named_parameters),
             compression=check_compression(compression),
             backward_passes_per_step=backward_passes_per_step,
-            sparse="densify" if sparse_as_dense else "gather",
+            sparse="densify" if sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam) else "gather",
             **options,
         )
+        self.averager.sums = op is Sum
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Average at the end of every so many backwards from now on. All ranks do it between the same steps."""
         self.averager.set_passes_per_step(passes)
 
-    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a step after `synchronize()` averages nothing twice."""
-        return contextlib.nullcontext()
+    def synchronize(self) -> None:
+        """Average what is not averaged yet; for scripts that clip gradients before `step`."""
+        super().synchronize()
+        self._was_synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let a step inside the block not warn: a step after `synchronize()` averages nothing twice."""
+        self._warns = False
+        try:
+            yield
+        finally:
+            self._warns = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As `ring_plugins.torch.DistributedOptimizer.step`; warns where Horovod's does."""
+        if self._was_synchronized and self._warns:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "It averages nothing twice here, but it would with Horovod.",
+                stacklevel=2,
+            )
+        self._was_synchronized = False
+        return super().step(closure)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._was_synchronized, self._warns = False, True
 
 
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int) -> None:
+def _of_distinct_names(named: Any) -> Any:
+    """The pairs that a script gave, whose names tell their parameters apart."""
+    if named is None:
+        return None
+    pairs = list(named)
+    counts = Counter(pair[0] for pair in pairs if isinstance(pair, tuple))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ArgumentError(
+            f"named_parameters has the name {twice[0]!r} of {counts[twice[0]]} parameters. Name the parameters of one "
+            "module that holds all, such as torch.nn.ModuleDict, or put the model's name before each."
+        )
+    return pairs
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Give all ranks the root's parameters, in place.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`; values that are not tensors do not change.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; values that are not tensors
+            do not change.
         root_rank: the rank whose values all ranks get.
     """
     named = params.items() if isinstance(params, Mapping) else params
     try:
-        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+        listed = [(str(i), one) if isinstance(one, torch.Tensor) else one for i, one in enumerate(named)]
+        tensors = [(name, value) for name, value in listed if isinstance(value, torch.Tensor)]
     except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"params={type(params).__name__} holds no names and tensors; pass model.state_dict()."
@@ -115,8 +164,15 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give all ranks the root's optimizer state and options; `model` is not needed."""
+    """Give all ranks the root's optimizer state and options; `model` is not needed.
+
+    Parameters that have no gradients yet get zeros, as with Horovod, which some scripts read before the first step.
+    """
     ring_plugins.torch.broadcast_optimizer_state(optimizer, root_rank)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None and not optimizer.state.get(parameter):
+                parameter.grad = torch.zeros_like(parameter)
 
 
 check_calls(globals(), __all__)

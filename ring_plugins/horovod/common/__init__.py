@@ -1,0 +1,1 @@
+"""What Horovod's users import of `horovod.common`."""
