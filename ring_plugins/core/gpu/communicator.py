@@ -196,6 +196,9 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
         """
         return self.executor.start(description, function)
 
+    def wait_for(self, works: Sequence[Work[Any]]) -> None:
+        works[-1].wait()  # all are on one stream
+
     def synchronize(self) -> None:
         """Wait on the host until the GPU has completed all operations of this communicator; notices dead peers."""
         self.executor.synchronize()

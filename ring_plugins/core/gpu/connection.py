@@ -17,6 +17,12 @@ GPUs but does not say on which ranks. NCCL may connect on some ranks and time ou
 also exchange the outcome and agree on it.
 
 A communicator may be used by one thread at a time, which `DeviceCommunicator` sees to.
+
+**Considered and rejected**: communicators that block once they have connected, as c10d's do by default. Queuing a group
+would need no thread of NCCL's. But a rank that dies while others are inside `ncclGroupEnd` leaves them there until
+another thread calls `ncclCommAbort` beside them, which NCCL allows of nonblocking communicators only. *One NCCL group
+for all buckets that are ready*: NCCL chooses algorithms by a group's total size, so ranks would have to agree which
+buckets those are.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
-from ring_plugins.core.gpu.nccl import COLLECTIVE_WINDOW, SUCCESS, Config, Nccl, UniqueId, version_text
+from ring_plugins.core.gpu.nccl import COLLECTIVE_WINDOW, IN_PROGRESS, SUCCESS, Config, Nccl, UniqueId, version_text
 from ring_plugins.core.gpu.nccl_log import nccl_log
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.network_choice import wanted_interfaces
@@ -43,8 +49,10 @@ from ring_plugins.core.net.network_choice import wanted_interfaces
 #: From this release on NCCL has a setting for several ranks on one GPU. Older ones must take the ranks for hosts.
 _SHARING_SINCE = 23000
 #: Seconds of spinning while a thread of NCCL's queues kernels. That takes some 30 µs, or 10 times that on a busy host;
-#: a nap of `Wait` would cost autograd's thread as much again for every bucket.
+#: a nap of `Wait` would cost autograd's thread as much again for every bucket. Meanwhile this thread keeps the
+#: interpreter's lock, but offers its core to NCCL's thread.
 _SPIN = 1e-3
+_offer_core = ctypes.PyDLL(None).sched_yield
 #: Seconds that `finalize` waits for peers to be done with the communicator too, before it aborts.
 FINALIZE_TIMEOUT = 10.0
 #: Seconds that closing waits for an abort: enough where NCCL is healthy, little where it hangs.
@@ -81,6 +89,7 @@ class NcclConnection:
         self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
         self._host = host
         self._aborting: threading.Thread | None = None
+        self._blocks = False
         self._communicator: ctypes.c_void_p | None = self._connect(host)
 
     @property
@@ -108,7 +117,7 @@ class NcclConnection:
         unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0, purpose="connect NCCL")
         communicator = ctypes.c_void_p()
         with self._driver.device(self._device):
-            nccl.call(
+            status = nccl.call(
                 "ncclCommInitRankConfig",
                 ctypes.byref(communicator),
                 host.size,
@@ -116,6 +125,7 @@ class NcclConnection:
                 host.rank,
                 ctypes.byref(Config.nonblocking()),
             )
+        self._blocks = status != IN_PROGRESS  # as NCCL_COMM_BLOCKING=1 wants it
         try:
             self._wait_until_connected(communicator, host)
         except BaseException:
@@ -200,7 +210,7 @@ class NcclConnection:
             with contextlib.suppress(DeviceError):
                 self.nccl.call("ncclGroupEnd")  # NCCL counts open groups by thread
             raise
-        if self.nccl.call("ncclGroupEnd", communicator=self._communicator) != SUCCESS:
+        if self.nccl.end_group(self._communicator, is_short=not self._blocks) != SUCCESS:
             self._wait_until_queued(what)
 
     def _wait_until_queued(self, what: str) -> None:
@@ -211,7 +221,7 @@ class NcclConnection:
         while time.monotonic() < spin_end:
             if self.nccl.state(communicator) == SUCCESS:
                 return
-            os.sched_yield()  # to that thread, where cores are scarce
+            _offer_core()  # to that thread, where cores are scarce
         self._wait.until(
             lambda: self.nccl.state(communicator) == SUCCESS,
             lambda: self._peers,

@@ -1,11 +1,16 @@
 """Streams and events of the CUDA driver API, to order NCCL's kernels with those of a framework.
 
 Everything happens in the primary context of a device, the one that frameworks use.
+
+Calls about the calling thread alone keep the interpreter's lock (`library` says why). What queues work on a stream, or
+asks about it, releases the lock, since it may block while a stream is full; `Driver.keeping` is for those who know that
+it does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 from collections.abc import Iterator
@@ -20,6 +25,9 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+#: Change what the driver keeps for the calling thread, and wait for nobody.
+_OF_THREAD = frozenset({"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"})
 
 FUNCTIONS: Declarations = {
     "cuInit": (c_uint,),
@@ -62,13 +70,18 @@ class Driver:
 
     Args:
         library: a `ctypes.CDLL`, or a stand-in with the same functions.
+
+    Attributes:
+        keeping: the same driver, by calls that all keep the interpreter's lock.
     """
 
     def __init__(self, library: Any) -> None:
-        self._library = CLibrary(library, FUNCTIONS)
+        self._library = CLibrary(library, FUNCTIONS, _OF_THREAD)
         self._contexts: dict[int, c_void_p] = {}
         self._streams: dict[int, int] = {}
         self._call("cuInit", 0)
+        self.keeping = copy.copy(self)
+        self.keeping._library = self._library.all_keeping()
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = self._library.call(name, *arguments)

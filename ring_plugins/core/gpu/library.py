@@ -3,6 +3,12 @@
 Two NCCLs in one process work, but each keeps threads and device memory of its own. So the NCCL that is already loaded,
 such as the one of torch's CUDA build, comes first, then the one of NVIDIA's wheels, then the system's.
 RING_NCCL_LIBRARY overrides that order.
+
+**Calls that keep the interpreter's lock.** ctypes releases the lock around each call (`CDLL`). While another thread of
+Python computes, that thread takes the lock then, and gives it back after the switch interval of 5 ms: with 15 calls of
+a microsecond each, a bucket took 7 to 15 ms to launch. So short calls keep the lock (`PyDLL`). A call that keeps it and
+blocks would stop all of Python, the thread too that ends a wait for a dead rank. So which calls keep it is argued
+where they are made: for NCCL in `nccl`, for the driver in `stream`.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ring_plugins.core.base import config
@@ -31,12 +37,18 @@ class CLibrary:
     Args:
         library: a `ctypes.CDLL`, or anything else that has C functions as attributes.
         functions: declares them.
+        keeping: whose calls keep the interpreter's lock; all others release it.
     """
 
-    def __init__(self, library: Any, functions: Declarations) -> None:
+    def __init__(self, library: Any, functions: Declarations, keeping: Collection[str] = ()) -> None:
         self._library = library
         self._declared = functions
+        self._keeping = keeping
         self._functions: dict[str, Any] = {}
+
+    def all_keeping(self) -> CLibrary:
+        """The same library, by calls that all keep the interpreter's lock."""
+        return CLibrary(self._library, self._declared, self._declared)
 
     def has(self, name: str) -> bool:
         """Whether the library has a function, whatever its version should have."""
@@ -48,13 +60,21 @@ class CLibrary:
         Raises:
             AttributeError: the library lacks the function, although its version should have it.
         """
-        function = self._functions.get(name)
-        if function is None:
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = self._declared[name], ctypes.c_int
-            self._functions[name] = function
-        status: int = function(*arguments)
+        status: int = (self._functions.get(name) or self.function(name))(*arguments)
         return status
+
+    def function(self, name: str) -> Any:
+        """The function of this name, ready to be called.
+
+        Raises:
+            AttributeError: the library lacks it.
+        """
+        library = self._library
+        if name in self._keeping and isinstance(library, ctypes.CDLL):
+            library = ctypes.PyDLL(library._name, handle=library._handle)
+        function = self._functions[name] = getattr(library, name)
+        function.argtypes, function.restype = self._declared[name], ctypes.c_int
+        return function
 
     def text(self, name: str, argument_type: Any, argument: Any) -> str:
         """Call a function of one argument that returns a C string, and return that string."""

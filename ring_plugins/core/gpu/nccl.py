@@ -1,4 +1,13 @@
-"""The NCCL functions that we use, as nccl.h declares them, with NCCL's own words in every error."""
+"""The NCCL functions that we use, as nccl.h declares them, with NCCL's own words in every error.
+
+**Which calls keep the interpreter's lock** (`library` says why some do), read in NCCL 2.18 to 2.30. Inside a group, a
+collective only notes its arguments in the group; `ncclGroupStart` counts. `ncclCommGetAsyncError` reads a number, and
+joins the thread that has set it as its last act. What may wait is `ncclGroupEnd`: it connects peers at the first use of
+an algorithm (2.22), exchanges handles of registered memory, waits for NCCL's network thread if that has too much to do,
+and launches the kernels, for which the stream may have no room. On a nonblocking communicator it gives all of that to a
+thread of NCCL's and returns, so it may keep the lock; on a blocking one, which NCCL_COMM_BLOCKING=1 makes of ours, it
+must not. Neither may what connects, registers memory or ends a communicator.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +83,21 @@ FUNCTIONS: Declarations = {
     "ncclCommWindowDeregister": (_COMMUNICATOR, c_void_p),
 }
 
+#: Note or read something and return: see the top of this file.
+_SHORT = frozenset(
+    (
+        "ncclGroupStart",
+        "ncclCommGetAsyncError",
+        "ncclAllReduce",
+        "ncclBroadcast",
+        "ncclReduce",
+        "ncclAllGather",
+        "ncclReduceScatter",
+        "ncclSend",
+        "ncclRecv",
+    )
+)
+
 #: The first release that has a function, where it came after `OLDEST`.
 _SINCE = {
     **dict.fromkeys(("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister"), 21900),
@@ -132,7 +156,8 @@ class Nccl:
 
     def __init__(self, library: Any, path: str) -> None:
         self.path = path
-        self._library = CLibrary(library, FUNCTIONS)
+        self._library = CLibrary(library, FUNCTIONS, _SHORT)
+        self._keeping = self._library.all_keeping()
         version = c_int()
         self._library.call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value
@@ -179,6 +204,13 @@ class Nccl:
         unique_id = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
+
+    def end_group(self, communicator: c_void_p | None, is_short: bool) -> int:
+        """As `call` of `ncclGroupEnd`; keeps the interpreter's lock if it `is_short`, as the top of this file says."""
+        status = (self._keeping if is_short else self._library).call("ncclGroupEnd")
+        if status not in (SUCCESS, IN_PROGRESS):
+            raise DeviceError(f"ncclGroupEnd of {self} failed: {self.error_text(status, communicator)}")
+        return status
 
     def state(self, communicator: c_void_p) -> int:
         """SUCCESS once everything asked of a communicator is queued on its stream, IN_PROGRESS before.

@@ -14,6 +14,14 @@ host runs ahead of the GPU. If nobody waits, the references go when the event ha
 Nobody may call for minutes while a GPU waits for a rank that does not come, so another thread polls these events: that
 tells what the GPU waits for (`long_wait`) and when waiting is useless (`check_progress`).
 
+**Calls that keep the interpreter's lock** (`library` says why). Recording an event, or letting a stream wait for one,
+blocks while the stream is full, after some thousand kernels. The GPU makes room again, unless what is first there waits
+for a rank that is dead. If the lock were kept then, the thread that ends that wait could not run, and the process would
+stand still for good. So the lock is kept only while no stream of a framework waits for an operation of ours that is not
+done, and few of ours are queued: then a full stream is one on which the GPU computes. Otherwise the host is ahead of
+the GPU, and has the time. Whether an operation is done is asked with the lock kept, too, as torch does; where others'
+communicators are stuck, threads that know nothing of Python end that. The other thread's looks release the lock.
+
 In one step of 50, and in all steps while a timeline is recorded, more events note the GPU's own time: around each
 operation, and where the caller's stream begins to wait for it. They are read when the operation is known to be done, so
 nothing waits for them. From them the stall report knows how long the operation usually takes, and the breakdown of
@@ -26,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +55,10 @@ _IN_FLIGHT = 2.0
 _TIMED_EVERY, _FIRST_TIMED = 50, 10
 #: Operations that are timed in such a step, at most: evaluation may have thousands between two steps.
 _TIMED_OPERATIONS = 128
+#: Operations for which the communication stream has room, whatever they are made of.
+_ROOM = 64
+#: By communicator of this process the last operation for which a stream of the framework waits.
+_awaited: dict[int, weakref.ref[QueuedOperation]] = {}
 
 
 class Streams(Protocol):
@@ -126,6 +139,7 @@ class StreamQueue:
 
     def __init__(self, name: str, rank: int, stream: int, streams: Streams, driver: Driver) -> None:
         self._name, self._rank, self._streams, self._driver = name, rank, streams, driver
+        self._launching = driver  # by which calls the script's thread queues
         self.stream = stream
         self.unfinished: deque[QueuedOperation] = deque()
         self.captured: list[QueuedOperation] = []
@@ -165,6 +179,11 @@ class StreamQueue:
             ArgumentError: a CUDA graph is being captured, and no operation has run before.
         """
         caller = self._streams.current()
+        known = _awaited.get(id(self))
+        mine = known() if known is not None else None
+        if mine is not None and self._is_over(mine, self._driver.keeping):
+            del _awaited[id(self)]
+        self._choose_calls()
         if not self._has_run and self._driver.is_capturing(caller):
             raise ArgumentError(
                 f"{self._name}: {description} is the first operation, and a CUDA graph is being captured. Run a few "
@@ -173,10 +192,16 @@ class StreamQueue:
         if caller != self.stream:
             self._drop_start_event()
             self._start_event = self._record_event(caller)
-            self._driver.wait_event(self.stream, self._start_event)
+            self._launching.wait_event(self.stream, self._start_event)
             if self._is_timed() and not self._driver.is_capturing(caller):
                 self._begin_time = self._driver.record_time(self.stream)
         return caller
+
+    def _choose_calls(self) -> None:
+        """Keep the interpreter's lock in the next calls if none of them can block for good; see the top of the file."""
+        awaited = [one for known in list(_awaited.values()) if (one := known()) is not None]
+        is_clear = len(self.unfinished) < _ROOM and not any(one.end_event for one in awaited)
+        self._launching = self._driver.keeping if is_clear else self._driver
 
     def _is_timed(self) -> bool:
         """Whether to time the operation that comes next."""
@@ -190,7 +215,7 @@ class StreamQueue:
         return self._timed_operations <= _TIMED_OPERATIONS
 
     def _record_event(self, stream: int) -> int:
-        return self._driver.record_event(stream, self._free_events.pop() if self._free_events else 0)
+        return self._launching.record_event(stream, self._free_events.pop() if self._free_events else 0)
 
     def _drop_start_event(self) -> None:
         """Release an event behind which nothing was pushed, because of an error or of a capture.
@@ -209,7 +234,7 @@ class StreamQueue:
             description, operation, number: see `QueuedOperation`.
             caller: the result of `follow_caller`.
         """
-        is_captured = self._driver.is_capturing(caller)
+        is_captured = self._launching.is_capturing(caller)
         if is_captured:
             self._drop_start_event()
         times = (self._begin_time, self._driver.record_time(self.stream)) if self._begin_time else ()
@@ -221,7 +246,7 @@ class StreamQueue:
         if is_captured:
             self.captured.append(queued)
         else:
-            self.drop_finished()
+            self.drop_finished(self._launching)
             self._has_run = True
             self.unfinished.append(queued)
             self._last = queued
@@ -230,17 +255,31 @@ class StreamQueue:
     def make_follow(self, stream: int, queued: QueuedOperation) -> None:
         """Let the next work on a stream start after `queued`."""
         if queued.end_event and stream != self.stream:
+            self._choose_calls()
             if queued.times and not queued.join_time and stream == queued.caller:
                 queued.join_time = 0 if self._driver.is_capturing(stream) else self._driver.record_time(stream)
-            self._driver.wait_event(stream, queued.end_event)
-            if stream == queued.caller and not queued.is_captured:
+            self._launching.wait_event(stream, queued.end_event)
+            if not queued.is_captured:
+                _awaited[id(self)] = weakref.ref(queued)
+                if stream == queued.caller:
+                    self._release_owners(queued)
+
+    def _release_owners(self, last: QueuedOperation) -> None:
+        """Drop what the operations up to this one refer to: the stream that they followed waits for it."""
+        for queued in self.unfinished:
+            if queued.caller == last.caller:
                 queued.owners = []
+            if queued is last:
+                break
 
     # Progress -------------------------------------------------------------------------------------
 
     def is_done(self, queued: QueuedOperation) -> bool:
         """Whether the GPU has completed it; never waits."""
-        if queued.end_event and not queued.is_captured and self._driver.query_event(queued.end_event):
+        return self._is_over(queued, self._driver)
+
+    def _is_over(self, queued: QueuedOperation, driver: Driver) -> bool:
+        if queued.end_event and not queued.is_captured and driver.query_event(queued.end_event):
             self._free_events.append(queued.end_event)
             self._mark_reached(queued)
             self.has_completed = True
@@ -272,9 +311,9 @@ class StreamQueue:
         for event in events:
             self._driver.destroy_event(event)
 
-    def drop_finished(self) -> None:
-        """Release the memory of operations that are done."""
-        while self.unfinished and self.is_done(self.unfinished[0]):
+    def drop_finished(self, driver: Driver | None = None) -> None:
+        """Release the memory of operations that are done; asks by the calls of `driver`, if that is given."""
+        while self.unfinished and self._is_over(self.unfinished[0], driver or self._driver):
             self.finished = self.unfinished.popleft().number
 
     def poll(self) -> None:
@@ -354,6 +393,7 @@ class StreamQueue:
 
     def clear(self) -> None:
         """Forget all operations, and release the events of those that no CUDA graph captured."""
+        _awaited.pop(id(self), None)
         self._drop_start_event()
         for queued in self.unfinished:
             self._free_events += filter(None, (queued.start_event, queued.end_event))

@@ -81,3 +81,16 @@ def test_a_machine_without_the_cuda_driver_is_told(monkeypatch):
 def test_a_function_is_called_with_its_declared_types():
     libc = CLibrary(ctypes.CDLL(None), {"abs": (ctypes.c_int,)})
     assert libc.call("abs", -3) == 3
+
+
+def test_only_calls_that_are_named_keep_the_interpreters_lock():
+    declared = dict.fromkeys(("abs", "labs"), (ctypes.c_int,))
+    libc = CLibrary(ctypes.CDLL(None), declared, keeping=["abs"])
+    assert keeps(libc.function("abs")) and not keeps(libc.function("labs"))
+    assert keeps(libc.all_keeping().function("labs"))
+    assert libc.all_keeping().call("labs", -3) == 3
+
+
+def keeps(function):
+    """Whether a C function keeps the interpreter's lock, as those of Python's own interface do."""
+    return bool(function._flags_ & ctypes._FUNCFLAG_PYTHONAPI)

@@ -283,3 +283,34 @@ def test_the_gpus_wait_for_an_operation_is_known(gpu, clock):
     gpu.library.streams[gpu.queue.stream].drain()
     gpu.queue.drop_finished()
     assert clock.gpu_wait == 0  # what was measured in step 10 does not count any more
+
+
+def test_calls_keep_the_interpreters_lock_only_while_no_full_stream_can_wait_for_a_dead_rank(gpu, monkeypatch):
+    monkeypatch.setattr(stream, "_awaited", {})  # that of other tests
+    driver, kept = gpu.queue._driver, []
+    driver.keeping.wait_event = lambda stream, event: kept.append(stream) or driver.wait_event(stream, event)
+    first = gpu.push()
+    assert kept == [gpu.queue.stream]
+    gpu.block()
+    second = gpu.push()
+    assert len(kept) == 2  # unfinished, but nobody waits for it
+    gpu.queue.make_follow(gpu.caller, second)
+    assert len(kept) == 3
+    gpu.push()
+    gpu.queue.make_follow(gpu.caller, second)
+    assert len(kept) == 3  # the caller's stream may be full, and never go on
+    gpu.open()
+    gpu.push()
+    assert len(kept) == 4
+    assert gpu.queue.is_done(first)
+
+
+def test_calls_release_the_lock_where_the_communication_stream_may_be_full(gpu, monkeypatch):
+    monkeypatch.setattr(stream, "_ROOM", 2)
+    monkeypatch.setattr(stream, "_awaited", {})
+    gpu.block()
+    calls = []
+    for _ in range(3):
+        gpu.push()
+        calls.append(gpu.queue._launching is gpu.queue._driver.keeping)
+    assert calls == [True, True, False]

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -52,7 +53,8 @@ int new_communicator(ncclComm** made, const std::string& name, int size, int ran
   auto* communicator = new ncclComm;  // never freed: a late call is to be told, not to crash
   communicator->name = name;
   communicator->device = sim::current_device();
-  communicator->blocking = !config || config->blocking != 0;
+  const char* forced = getenv("NCCL_COMM_BLOCKING");
+  communicator->blocking = forced && *forced ? *forced == '1' : !config || config->blocking != 0;
   communicator->visitor.board = nccl::Board::open(name, size);
   communicator->visitor.rank = rank;
   communicator->visitor.size = size;
