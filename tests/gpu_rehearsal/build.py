@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ LIBRARIES = {
     "libnccl.so.2": (("nccl", "collectives", "board", "numbers"), ("libsimulated_devices.so",), "nccl"),
 }
 NOT_SUPPORTED = 801
+DAY = 24 * 3600.0
 
 
 class Unavailable(Exception):
@@ -134,7 +136,9 @@ def compile_all(torch: Path, headers: Path) -> Path:
     """The folder of libraries for these sources and this torch."""
     folder = cache() / f"libraries-{digest(torch.name, Path(__file__), *SOURCES.iterdir())}"
     if folder.exists():
+        folder.touch()
         return folder
+    remove_unused()
     work = cache() / "libraries.partly"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -158,18 +162,24 @@ def compile_all(torch: Path, headers: Path) -> Path:
     torchs = [torch / "torch" / "lib" / f"lib{name}.so" for name in ("c10", "c10_cuda", "torch_cpu", "torch_cuda")]
     link(work, "libsimulated_operators.so", [operators, work / "libsimulated_devices.so", *torchs], {}, set())
     announce(work)
-    for old in cache().glob("libraries-*"):
-        shutil.rmtree(old, ignore_errors=True)
     work.rename(folder)
     return folder
 
 
+def remove_unused() -> None:
+    """Remove what no build has asked for in a day. Other working trees share the cache, and may be running tests."""
+    for old in [*cache().glob("libraries-*"), *cache().glob("objects/*")]:
+        if time.time() - old.stat().st_mtime > DAY:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
 def digest(*parts: str | Path) -> str:
+    """Of texts and of files, wherever these lie."""
     state = hashlib.sha256()
-    for part in sorted(map(str, parts)):
-        state.update(part.encode())
-        if Path(part).is_file():
-            state.update(Path(part).read_bytes())
+    for name, part in sorted((part.name if isinstance(part, Path) else part, part) for part in parts):
+        state.update(name.encode())
+        if isinstance(part, Path) and part.is_file():
+            state.update(part.read_bytes())
     return state.hexdigest()[:16]
 
 
@@ -177,10 +187,10 @@ def compiled(source: str, include: Sequence[Path]) -> Path:
     """The object of a source file; one that was compiled before is kept."""
     flags = ("-std=c++20", "-O2" if source == "numbers" else "-O1", "-w", "-fPIC", *(f"-I{path}" for path in include))
     made = cache() / "objects" / f"{source}-{digest(SOURCES / f'{source}.cpp', *SOURCES.glob('*.h'), *flags)}.o"
-    if not made.exists():
+    if made.exists():
+        made.touch()
+    else:
         made.parent.mkdir(exist_ok=True)
-        for old in made.parent.glob(f"{source}-*"):
-            old.unlink()
         run("g++", *flags, "-c", SOURCES / f"{source}.cpp", "-o", made)
     return made
 
