@@ -153,7 +153,7 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     if is_initialized() and current().recovers:
         if sync_grads or group is not None:
             current().refuse_to_recover("all_gather with sync_grads=True or a group")
-        return torch.as_tensor(ring.all_gather(tensor.detach().unsqueeze(0)))
+        return torch.as_tensor(ring.all_gather(tensor.detach().unsqueeze(0)), device=tensor.device)
     if not dist.is_initialized():
         raise NotInitialized(
             "all_gather() was called before the strategy had set up its processes. Call it from a hook that runs inside"

@@ -73,7 +73,7 @@ def all_gather(x: torch.Tensor) -> torch.Tensor:
     def forward(x: torch.Tensor) -> torch.Tensor:
         own = x.shape[0] if x.dim() else 1
         rows[:] = current().communicator.all_gather_object(own, "ring_plugins.torch.all_gather")
-        return torch.as_tensor(functions.all_gather(x))
+        return torch.as_tensor(functions.all_gather(x), device=x.device)
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
         terms = all_to_all(gradient, rows)  # every rank's gradient of this rank's rows
@@ -145,7 +145,7 @@ def all_to_all(x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Te
         communicator = current().communicator
         by_rank = communicator.all_gather_object(sent, "ring_plugins.torch.all_to_all")
         received[:] = [theirs[communicator.rank] for theirs in by_rank]
-        return torch.as_tensor(functions.all_to_all(x, sent))
+        return torch.as_tensor(functions.all_to_all(x, sent), device=x.device)
 
     return _apply("all_to_all", x, forward, lambda gradient: all_to_all(gradient, received))
 

@@ -208,7 +208,9 @@ class GradientBuckets:
         self._written_number: int | None = None  # of `_checks`, there
         self._bits: dict[int, torch.Tensor] = {}  # by number that was written before
         #: Control numbers of the last pass, for which the host did not wait; None if it reads them in every pass.
-        self._late_control = None if gpu is None else torch.zeros(_CONTROL, pin_memory=torch.cuda.is_available())
+        self._late_control = (
+            None if gpu is None else torch.zeros(_CONTROL, device="cpu", pin_memory=torch.cuda.is_available())
+        )
         #: Gathers the gradients that are known to be sparse, if `launch_rest` launched that.
         self._sparse_work: Work[None] | None = None
         self._is_failing, self._is_first = False, True

@@ -47,9 +47,10 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         count, taken = len(self._data), 0
-        order = torch.arange(count)
+        order = torch.arange(count, device="cpu")
         if self._shuffle:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+            generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
+            order = torch.randperm(count, generator=generator, device="cpu")
         while True:
             # Read at each draw: they change in the middle of an epoch, on all ranks in the same operation.
             shard, shards = current().shard

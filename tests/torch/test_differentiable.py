@@ -60,3 +60,9 @@ def test_backwards_of_different_collectives_are_a_mismatch_that_names_both(monke
     monkeypatch.setattr(differentiable, "current", World)
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce \(number 3\), rank 1: broadcast \(number 7\)"):
         differentiable._Collective.backward(SimpleNamespace(name="all_reduce", number=3), torch.ones(1))
+
+
+def test_results_stay_where_their_tensors_are_whatever_the_default_device():
+    with torch.device("meta"):
+        x = torch.arange(3.0, device="cpu")
+        assert differentiable.all_gather(x).device.type == differentiable.all_to_all(x).device.type == "cpu"

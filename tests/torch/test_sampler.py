@@ -4,6 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from ring_plugins.torch import ElasticSampler, loaders
@@ -114,3 +115,9 @@ def test_killed_ranks_cost_their_last_batch_and_no_sample_is_trained_on_twice(wo
         # Loaders had fetched two further batches per worker. One sample is left that two ranks cannot share.
         least, most = (2 * 3, 2 * 3 * (1 + 2 * workers)) if epoch == 0 else (0, 0)
         assert least <= 101 - len(trained) <= most + 1
+
+
+def test_the_order_of_an_epoch_is_drawn_on_the_cpu_whatever_the_default_device(monkeypatch):
+    monkeypatch.setattr(loaders, "current", lambda: SimpleNamespace(shard=(0, 1)))
+    with torch.device("meta"):
+        assert sorted(ElasticSampler(range(5))) == [0, 1, 2, 3, 4]
