@@ -43,8 +43,8 @@ from ring_plugins.torch.sparse import sparse_parameters
 _KEPT = 4
 #: Which parameters are trained: by position, whether it is not frozen.
 _Trained = tuple[bool, ...]
-#: How many averagers the job has had.
-_made = 0
+#: By purpose, how many communicators the job has had.
+_made = dict[str, int]()
 #: Reads `requires_grad`, without a call in Python.
 requires_grad = operator.attrgetter("requires_grad")
 
@@ -54,18 +54,22 @@ def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
     return model.named_parameters() if isinstance(model, nn.Module) else model
 
 
-def communicator_for(named: Iterable[Named]) -> Communicator[Any]:
+def communicator_for(named: Iterable[tuple[str, torch.Tensor]], purpose: str = "gradients") -> Communicator[Any]:
     """A new communicator of all ranks, with a name of its own, for the device that the parameters are on; collective.
+
+    Args:
+        named: (name, parameter) pairs.
+        purpose: begins its name.
 
     Raises:
         ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
         MismatchError: they are on the CPU on some ranks and on GPUs on others.
     """
-    devices: dict[torch.device, Named] = {}
+    devices: dict[torch.device, tuple[str, torch.Tensor]] = {}
     for name, parameter in named:
         if not is_supported(parameter):
             raise ArgumentError(
-                f"{name} is on {parameter.device}; ring_plugins averages in the memory of CPUs and of CUDA GPUs."
+                f"{name} is on {parameter.device}; ring_plugins works in the memory of CPUs and of CUDA GPUs."
             )
         devices.setdefault(parameter.device, (name, parameter))
     if len(devices) > 1:
@@ -73,14 +77,14 @@ def communicator_for(named: Iterable[Named]) -> Communicator[Any]:
         raise ArgumentError(
             f"tensors lie on several devices: {places}. Each rank uses one; move the model there first."
         )
-    _, example = next(iter(devices.values()), ("", torch.empty(0)))
+    _, example = next(iter(devices.values()), ("", torch.empty(0, device="cpu")))
     world = current()
     if world.topology.size == 1:
-        return world.new_communicator("gradients")
-    global _made
-    kinds, made = zip(*world.communicator.all_gather_object((example.device.type, _made), "new averager"), strict=True)
-    _made = max(made) + 1
-    name = "gradients" if _made == 1 else f"gradients {_made}"
+        return world.new_communicator(purpose)
+    own = example.device.type, _made.get(purpose, 0)
+    kinds, made = zip(*world.communicator.all_gather_object(own, f"new communicator for {purpose}"), strict=True)
+    _made[purpose] = number = max(made) + 1
+    name = purpose if number == 1 else f"{purpose} {number}"
     if len(set(kinds)) > 1:
         raise MismatchError(
             f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."

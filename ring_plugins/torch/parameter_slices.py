@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from ring_plugins.core.arrays.memory import Memory
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry, FusionPlan
-from ring_plugins.core.gradients.slices import ROUND_SIZES, Piece, SliceGather, plan_rounds
-from ring_plugins.torch.device import array_of
+from ring_plugins.core.gradients.slices import ROUND_SIZES, HostArrays, Piece, SliceGather, plan_rounds
+from ring_plugins.torch.device import array_of, is_on_gpu, memory_of
 from ring_plugins.torch.tensor_memory import is_dense
 
 _address, _gradient_of = operator.methodcaller("data_ptr"), operator.attrgetter("grad")
@@ -28,7 +29,7 @@ class ParameterSlices:
 
     Args:
         named: (name, parameter) pairs, equal on all ranks.
-        communicator: gathers the slices; used by nobody else while this does.
+        communicator: gathers the slices, where the parameters are; used by nobody else while this does.
         whole_tensors: whether a parameter is updated by one rank as a whole.
 
     Attributes:
@@ -55,7 +56,9 @@ class ParameterSlices:
         self.pieces = [piece for one in self._rounds for piece in one.pieces[rank]]
         self._addresses = list(map(_address, self.parameters))
         self.tensors = [self._view(piece) for piece in self.pieces]
-        self._gather = SliceGather(plan, self._rounds, communicator, in_place=True)
+        on_gpu = self.parameters[0] if is_on_gpu(self.parameters[0]) else None
+        arrays = HostArrays() if on_gpu is None else _DeviceArrays(on_gpu.device)
+        self._gather = SliceGather(plan, self._rounds, communicator, in_place=True, arrays=arrays)
         self._map_memory()
 
     def _view(self, piece: Piece) -> torch.Tensor:
@@ -75,7 +78,8 @@ class ParameterSlices:
 
     def _map_memory(self) -> None:
         self._flats = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.parameters]
-        self._wholes = dict(enumerate(map(array_of, self._flats)))
+        arrays: Any = self._flats if is_on_gpu(self._flats[0]) else map(array_of, self._flats)
+        self._wholes: dict[int, Any] = dict(enumerate(arrays))
         self._own = {piece.entry: self._wholes[piece.entry][piece.start : piece.stop] for piece in self.pieces}
 
     def follow_parameters(self) -> bool:
@@ -130,23 +134,49 @@ class ParameterSlices:
         Args:
             gradients: a parameter without one was not updated. The same are None on all ranks.
         """
-        for number, one in enumerate(self._rounds):
+        for number, one in enumerate(self._rounds if self._communicator.size > 1 else ()):
             if any(gradients[entry] is not None for entry in one.entries):
                 self._gather.run(number, self._wholes, self._wholes, self._own)
                 # Autograd then notices a backward that comes too late.
                 torch.autograd.graph.increment_version([self._flats[entry] for entry in one.entries])
 
     def state_by_round(self, state: dict[torch.Tensor, dict[str, Any]]) -> list[dict[int, tuple[int, int, Any]]]:
-        """Per round, this rank's state: by entry start, stop, and the state of that piece."""
+        """Per round, this rank's state: by entry start, stop, and the state of that piece, in memory of the host."""
         by_piece = dict(zip(self.pieces, self.tensors, strict=True))
         return [
             {
-                piece.entry: (piece.start, piece.stop, state[by_piece[piece]])
+                piece.entry: (piece.start, piece.stop, _on_host(state[by_piece[piece]]))
                 for piece in one.pieces[self._communicator.rank]
                 if by_piece[piece] in state
             }
             for one in self._rounds
         ]
+
+
+def _on_host(state: Any) -> Any:
+    """A state whose tensors any rank can unpickle, whatever GPUs it has."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    return [_on_host(value) for value in state] if type(state) is list else state
+
+
+class _DeviceArrays:
+    """Tensors of one GPU; see `core.gradients.slices.Arrays`. Nothing here waits for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        return torch.empty(count, dtype=getattr(torch, dtype), device=self._device)
+
+    def memory(self, array: torch.Tensor, dtype: str) -> Memory:
+        return memory_of(array)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 _Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]

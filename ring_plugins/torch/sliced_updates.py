@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.validation import on_all_or_none
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.slices import Piece, UpdateComparison
-from ring_plugins.core.world import current
+from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.consistency import differing_weights
+from ring_plugins.torch.bucket_sets import communicator_for
 from ring_plugins.torch.consistency import parameter_checksums
-from ring_plugins.torch.device import is_supported
+from ring_plugins.torch.device import KIND
 from ring_plugins.torch.parameter_slices import ParameterSlices
 
 #: Name under which a wrapped optimizer refers to what shards it.
@@ -40,9 +42,13 @@ class SlicedUpdates:
     def __init__(self, optimizer: Optimizer, names: dict[torch.Tensor, str], whole_tensors: bool) -> None:
         current().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
         self._optimizer, self._names, self._whole_tensors = optimizer, names, whole_tensors
-        self._communicator = communicator = current().new_communicator("sharded updates")
         #: One for the groups of the construction, one for each later change.
         self._slices: list[ParameterSlices] = []
+        with constructed_by_all("sharding an optimizer"):
+            communicator = communicator_for(self._new_parameters(), "sharded updates")
+        #: Gathers slices where the parameters are; and what ranks tell each other goes through memory of the host.
+        self._communicator = communicator
+        self._host = communicator.executor.host if isinstance(communicator, DeviceCommunicator) else communicator
         #: Of this rank's slice, by its tensors.
         self._state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._known: list[int] = []  # ids of the groups' parameters
@@ -52,7 +58,7 @@ class SlicedUpdates:
         self._adopted = 0  # describes the state that was loaded
         self._options: tuple[list[Any], int] = [], 0
         self._comparison = UpdateComparison(
-            communicator, "All ranks must update the same parameters with the same options."
+            self._host, "All ranks must update the same parameters with the same options."
         )
         self._finalizer = weakref.finalize(self, communicator.discard)
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
@@ -89,24 +95,28 @@ class SlicedUpdates:
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return [pair for slices in self._slices for pair in zip(slices.names, slices.parameters, strict=True)]
 
+    def _new_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """The (name, parameter) pairs of the groups that have no slices yet."""
+        sliced = {id(parameter) for slices in self._slices for parameter in slices.parameters}
+        numbers: dict[torch.Tensor, int] = {}  # a parameter may be listed twice
+        for number, parameter in enumerate(self._parameters()):
+            numbers.setdefault(parameter, number)
+        return [(self._names.get(p, f"parameter {number}"), p) for p, number in numbers.items() if id(p) not in sliced]
+
     def take_parameters(self) -> None:
         """Make slices of parameters that the groups have and that have none; collective if there are any."""
         parameters = self._parameters()
         ids = list(map(id, parameters))
         if ids == self._known:
             return
-        sliced = {id(parameter) for slices in self._slices for parameter in slices.parameters}
-        numbers: dict[torch.Tensor, int] = {}  # a parameter may be listed twice
-        for number, parameter in enumerate(parameters):
-            numbers.setdefault(parameter, number)
-        new = [(self._names.get(p, f"parameter {number}"), p) for p, number in numbers.items() if id(p) not in sliced]
-        unsupported = next(((name, p) for name, p in new if not is_supported(p) or p.device.type != "cpu"), None)
-        if unsupported is not None:
-            name, parameter = unsupported
-            raise ArgumentError(
-                f"{name} is on {parameter.device}; sharded optimizers update parameters in the memory of CPUs. Leave "
-                "out shard."
-            )
+        new = self._new_parameters()
+        gpu = self._communicator.device if isinstance(self._communicator, DeviceCommunicator) else None
+        for name, parameter in new:
+            if parameter.device != torch.device(*("cpu",) if gpu is None else (KIND, gpu)):
+                raise ArgumentError(
+                    f"{name} is on {parameter.device}, and others of this sharded optimizer's parameters are on "
+                    f"{'the CPU' if gpu is None else f'GPU {gpu}'}. Move it there first."
+                )
         _reject_shared_memory([*self._named(), *new])
         if new:
             slices = ParameterSlices(new, self._communicator, self._whole_tensors)
@@ -174,7 +184,7 @@ class SlicedUpdates:
             raise self._difference(gradients)
         if not self._has_compared_weights:  # on all ranks, since all have loaded a state equally often
             named: Any = self._named()
-            found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._communicator)
+            found = differing_weights(lambda: parameter_checksums(named), "before the first step", self._host)
             if found:
                 raise MismatchError(
                     f"{found} A sharded optimizer would mix the ranks' weights. Call "
@@ -233,11 +243,9 @@ class SlicedUpdates:
         try:
             for slices in self._slices:
                 for mine in slices.state_by_round(self._state):
-                    parts = self._communicator.start(
+                    parts = self._host.start(
                         "state_dict() of a sharded optimizer, which all ranks have to call",
-                        lambda mine=mine: self._communicator.all_gather_object(  # type: ignore[misc]
-                            mine, "state_dict"
-                        ),
+                        lambda mine=mine: self._host.all_gather_object(mine, "state_dict"),  # type: ignore[misc]
                     ).wait()
                     if to is None or to == rank:
                         whole.update(_join(slices, parts))
@@ -319,7 +327,7 @@ def _cut(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
 def _join(
     slices: ParameterSlices, parts: Sequence[dict[int, tuple[int, int, Any]]]
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """The whole state of the parameters of a round, from the parts of all ranks.
+    """The whole state of the parameters of a round, in memory of the host, from the parts of all ranks.
 
     Raises:
         RingError: a rank lacks its part.
@@ -339,7 +347,7 @@ def _join(
             if not isinstance(first, torch.Tensor) or first.dim() == 0:
                 joined[key] = first
                 continue
-            joined[key] = torch.empty_like(parameter, dtype=first.dtype, requires_grad=False)
+            joined[key] = torch.empty_like(parameter, dtype=first.dtype, device="cpu", requires_grad=False)
             flat = joined[key].as_strided((parameter.numel(),), (1,))
             for start, stop, state in pieces:
                 if state[key].shape != (stop - start,):

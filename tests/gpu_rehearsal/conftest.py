@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_rehearsal.build import REPOSITORY, Unavailable, build
-from tests.launch import Result, run_ranks
+from tests.launch import Launcher, Result, run_ranks
 
 PROGRAMS = Path(__file__).with_name("programs")
 
@@ -24,15 +24,24 @@ def variables() -> Mapping[str, str]:
 
 @pytest.fixture
 def rehearse(variables: Mapping[str, str]) -> Any:
-    """Runs a program of this folder on ranks that have a simulated device each.
+    """Runs a program, of this folder if it is a name, on ranks that have a simulated device each.
 
-    Keyword arguments are settings: `lag=300` sets RING_SIMULATED_LAG.
+    Further keyword arguments are settings: `lag=300` sets RING_SIMULATED_LAG.
     """
 
-    def run(program: str, *args: str, ranks: int = 2, check: bool = True, **settings: Any) -> Result:
+    def run(
+        program: str | Path,
+        *args: str,
+        ranks: int = 2,
+        check: bool = True,
+        launcher: Launcher = "spawned",
+        variables_too: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Result:
         simulated = {f"RING_SIMULATED_{name.upper()}": str(value) for name, value in settings.items()}
         paths = os.pathsep.join([variables["PYTHONPATH"], str(REPOSITORY / "tests" / "python_path")])
         env = {**variables, "PYTHONPATH": paths, "RING_SIMULATED_DEVICES": str(max(ranks, 2)), **simulated}
-        return run_ranks(PROGRAMS / f"{program}.py", ranks, args=args, env=env, timeout=300, check=check)
+        path = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
+        return run_ranks(path, ranks, launcher, args, {**env, **(variables_too or {})}, timeout=300, check=check)
 
     return run

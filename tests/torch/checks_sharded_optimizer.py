@@ -1,4 +1,7 @@
-"""Sharded optimizers against unsharded ones. Run by test_sharded_optimizer.py at any world size."""
+"""Sharded optimizers against unsharded ones, in memory of the kind TEST_DEVICE, "cpu" by default.
+
+Run by test_sharded_optimizer.py at any world size, and by tests/gpu_rehearsal/test_everything.py.
+"""
 
 # ruff: noqa: E402  # ranks that start before torch is imported import it in parallel
 
@@ -28,6 +31,10 @@ from tests.worker import report
 
 torch.set_num_threads(1)
 RANK, SIZE = ring.rank(), ring.size()
+KIND = os.environ.get("TEST_DEVICE", "cpu")
+if KIND != "cpu":
+    torch.cuda.set_device(ring.local_rank())
+    torch.set_default_device(torch.device(KIND, ring.local_rank()))
 CHECKS: list[Callable[[], None]] = []
 LARGE = 600  # a matrix of this order is larger than a mebibyte, and gathered where it lies
 
@@ -70,9 +77,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def gradients(model: Net, step: int, scale: Any = None) -> None:
-    generator = torch.Generator().manual_seed(1000 * step + RANK)
-    x = torch.randn(3, 1, 8, 8, generator=generator)
-    y = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + RANK)
+    x = torch.randn(3, 1, 8, 8, generator=generator, device="cpu").to(model.scale.device)
+    y = torch.randn(3, 7, generator=generator, dtype=torch.float64, device="cpu").to(model.scale.device)
     model.uses_all = step % 2 == 0
     loss = nn.functional.mse_loss(model(x), y)
     (loss if scale is None else scale(loss)).backward()
@@ -165,6 +172,7 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any], what: Any = 
         for key, value in state.items():
             mine = ours["state"][number][key]
             if isinstance(value, torch.Tensor):
+                mine = mine.to(value.device)  # gathered in memory of the host
                 assert mine.shape == value.shape and mine.dtype == value.dtype, (what, number, key)
                 assert torch.allclose(mine, value, rtol=1e-5, atol=1e-7), (what, number, key)
             else:
@@ -241,7 +249,7 @@ def grad_scaler_with_an_infinite_gradient_on_one_rank() -> None:
         model, sharded, reference, plain = pair(lambda groups, fused=fused: torch.optim.AdamW(groups, fused=fused))
         scales = []
         for one, optimizer in ((model, sharded), (reference, plain)):
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+            scaler = torch.amp.GradScaler(KIND, init_scale=2.0**8, growth_interval=2)
             for step in range(6):
                 optimizer.zero_grad()
                 overflow = float("inf") if step == 2 and RANK == SIZE - 1 else 1.0
@@ -265,7 +273,7 @@ def fused_updates_use_the_scale_of_grad_scaler() -> None:
         torch.nn.init.ones_(model.weight)
         inner = torch.optim.SGD(model.parameters(), 1.0, fused=True)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), shard=shard)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(KIND, init_scale=1024.0)
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         scaler.step(optimizer)
         assert torch.equal(model.weight, torch.zeros(1, 4)), (shard, model.weight)
@@ -367,6 +375,9 @@ def whole_tensors_on_one_rank() -> None:
 
 @check
 def sparse_gradients_need_whole_tensors() -> None:
+    if KIND != "cpu":
+        return  # the rehearsal simulates no sparse tensors
+
     def embedding() -> Any:
         torch.manual_seed(0)
         return nn.Embedding(50, 4, sparse=True)
@@ -562,8 +573,13 @@ def an_exception_on_one_rank_reaches_all() -> None:
     optimizer = DistributedOptimizer(Fails(groups(model), 0.1), model.named_parameters(), shard="slices")
     gradients(model, 0)
     error, text = (MemoryError, "no memory") if RANK == SIZE - 1 else (RingError, f"rank {SIZE - 1} was interrupted")
-    with pytest.raises(error, match=text):
+
+    def steps() -> None:
         optimizer.step()
+        optimizer.optimizer.step()  # on a GPU, other ranks' hosts hear of it in the next step
+
+    with pytest.raises(error, match=text):
+        steps()
     with pytest.raises(RingError, match="interrupted in .*a sharded update"):
         optimizer.optimizer.step()
     assert [p.shape for g in optimizer.param_groups for p in g["params"]][:1] == [model.scale.shape]

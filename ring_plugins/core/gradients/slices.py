@@ -25,12 +25,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ring_plugins.core.arrays.dtypes import STORAGE
-from ring_plugins.core.arrays.memory import HostMemory, slices
+from ring_plugins.core.arrays.memory import HostMemory, Memory, slices
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
@@ -186,20 +186,54 @@ class UpdateComparison:
         return None
 
 
+class Arrays(Protocol):
+    """1-d arrays in one kind of memory, which are cut as `array[start:stop]`."""
+
+    def empty(self, count: int, dtype: str) -> Any:
+        """New memory."""
+
+    def memory(self, array: Any, dtype: str) -> Memory:
+        """An array as a communicator takes it."""
+
+    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Overwrite each target with its source."""
+
+
+class HostArrays:
+    """numpy's, of the types in which it stores dtypes."""
+
+    def empty(self, count: int, dtype: str) -> Array:
+        return np.empty(count, STORAGE[dtype])
+
+    def memory(self, array: Array, dtype: str) -> HostMemory:
+        return HostMemory(array, dtype)
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target[:] = source
+
+
 class SliceGather:
-    """Gathers the slices of all ranks in host memory: a large tensor where it lies, small ones through a buffer.
+    """Gathers the slices of all ranks: a large tensor where it lies, small ones through a buffer.
 
     Args:
         plan: the tensors.
         rounds: how they are gathered.
         communicator: must have no other use.
         in_place: whether a rank's own slice lies where it belongs in the whole tensors.
+        arrays: the kind of memory that they are in.
     """
 
     def __init__(
-        self, plan: FusionPlan, rounds: Sequence[Round], communicator: Communicator[Any], in_place: bool = False
+        self,
+        plan: FusionPlan,
+        rounds: Sequence[Round],
+        communicator: Communicator[Any],
+        in_place: bool = False,
+        arrays: Arrays | None = None,
     ) -> None:
         self._rounds, self._communicator, self._in_place = rounds, communicator, in_place
+        self._arrays = arrays or HostArrays()
         #: By round and rank the tensor of each piece, where the piece lies in it, and where in the buffer.
         self._places = [
             [
@@ -209,35 +243,38 @@ class SliceGather:
             for one in rounds
         ]
         self._dtypes = [plan.entries[one.entries[0]].dtype for one in rounds]
-        counts: dict[Any, int] = {}
+        counts: dict[str, int] = {}
         for one, dtype in zip(rounds, self._dtypes, strict=True):
             if not one.is_direct:
-                counts[STORAGE[dtype]] = max(one.count, counts.get(STORAGE[dtype], 0))
-        self._buffers = {storage: np.empty(count, storage) for storage, count in counts.items()}
+                counts[dtype] = max(one.count, counts.get(dtype, 0))
+        self._buffers = {dtype: self._arrays.empty(count, dtype) for dtype, count in counts.items()}
 
-    def run(self, number: int, present: Container[int], wholes: Mapping[int, Array], own: Mapping[int, Array]) -> None:
+    def run(self, number: int, present: Container[int], wholes: Mapping[int, Any], own: Mapping[int, Any]) -> None:
         """Gather the tensors of a round. Collective.
 
         Args:
             number: of the round.
             present: its tensors that were updated, the same on all ranks, and at least one.
-            wholes: by tensor, memory for all of it: 1-d, and of the type in which numpy stores its dtype.
-            own: by tensor, this rank's slice, in the same form; with `in_place`, a view of `wholes`.
+            wholes: by tensor, an array over all of its memory.
+            own: by tensor, this rank's slice; with `in_place`, a view of `wholes`.
         """
-        one, dtype, communicator = self._rounds[number], self._dtypes[number], self._communicator
+        one, dtype, communicator, arrays = self._rounds[number], self._dtypes[number], self._communicator, self._arrays
         first = sum(one.counts[: communicator.rank])
         stop = first + one.counts[communicator.rank]
         if one.is_direct:
             (i,) = one.entries
             mine = own[i] if i in own else wholes[i][first:stop]
-            communicator.all_gather(HostMemory(mine, dtype), HostMemory(wholes[i], dtype), one.counts)
+            communicator.all_gather(arrays.memory(mine, dtype), arrays.memory(wholes[i], dtype), one.counts)
             return
-        packed = self._buffers[STORAGE[dtype]][: one.count]
-        for i, _, place in self._places[number][communicator.rank]:
-            if i in own:
-                packed[place] = own[i]
-        communicator.all_gather(HostMemory(packed[first:stop], dtype), HostMemory(packed, dtype), one.counts)
-        for rank, places in enumerate(self._places[number]):
-            for i, part, place in places if rank != communicator.rank or not self._in_place else ():
-                if i in present:
-                    wholes[i][part] = packed[place]
+        packed, places = self._buffers[dtype][: one.count], self._places[number]
+        mine = [(i, place) for i, _, place in places[communicator.rank] if i in own]
+        arrays.copy([packed[place] for _, place in mine], [own[i] for i, _ in mine])
+        communicator.all_gather(arrays.memory(packed[first:stop], dtype), arrays.memory(packed, dtype), one.counts)
+        fetched = [
+            each
+            for rank, pieces in enumerate(places)
+            if rank != communicator.rank or not self._in_place
+            for each in pieces
+            if each[0] in present
+        ]
+        arrays.copy([wholes[i][part] for i, part, _ in fetched], [packed[place] for _, _, place in fetched])
