@@ -194,6 +194,8 @@ class Checks:
         trained, place, updates: three of them.
         passes: how many the averager has ended since the ranks of the job last changed.
         is_due: whether the next pass compares weights; the same on all ranks.
+        has_ended: whether this rank has run out of data. It takes part in passes, and differs from nobody.
+        weight: of this rank's gradients in the averages; those of the ranks have a mean of 1 in an ordinary pass.
     """
 
     def __init__(self, job: Job | None = None, place: Place = common_place) -> None:
@@ -201,6 +203,7 @@ class Checks:
         self.list: list[Check] = [self.trained, place, self.updates]
         self.read_always, self.read_when_due = list[Reading](), list[Reading]()
         self.passes, self.is_due = 0, False
+        self.has_ended, self.weight = False, 1.0
         self._job, self._view = job, 0 if job is None else job.view
         self._has_changed = False  # the job, since the last call of `follow_members`
         self._sent: tuple[int | None, ...] = ()
@@ -253,9 +256,9 @@ class Checks:
             MismatchError: they have averaged, updated or set different things.
             DriftError: their weights differ.
         """
-        by_rank = communicator.all_gather_object(self._sent, "numbers that differ")
+        by_rank = communicator.all_gather_object(None if self.has_ended else self._sent, "numbers that differ")
         try:
-            for check, numbers in zip(self.list, zip(*by_rank, strict=True), strict=True):
+            for check, numbers in zip(self.list, zip(*filter(None, by_rank), strict=True), strict=True):
                 if len(set(numbers)) > 1:
                     check.say(communicator)
         except MismatchError:

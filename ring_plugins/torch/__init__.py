@@ -18,6 +18,7 @@ from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_pa
 from ring_plugins.torch.compiled import leave_out_of_compilation
 from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.join import join
 from ring_plugins.torch.loaders import ElasticSampler
 from ring_plugins.torch.optimizer import DistributedOptimizer
 from ring_plugins.torch.sync_batch_norm import SyncBatchNorm
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "join",
     "reduce_scatter",
 ]
 check_calls(globals(), __all__)

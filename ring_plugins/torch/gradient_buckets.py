@@ -75,9 +75,10 @@ _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_
 _version_of = operator.attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
-#: those with other averagers, and of those that want ranks to leave or join. The options of the optimizers follow.
-_FAILED, _SPARSE, _OTHERS, _CHANGE = 0, 1, 2, 3
-_OPTIONS = 4
+#: those with other averagers, of those that want ranks to leave or join, and of those that have run out of data; and
+#: what the ranks' mean weight lacks to 1. The options of the optimizers follow.
+_FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _LACKS = range(6)
+_OPTIONS = 6
 _CONTROL = _OPTIONS + COUNT
 #: The shares where no rank tells anything.
 _NOTHING_TOLD = (0.0,) * _CONTROL
@@ -96,6 +97,7 @@ class Outcome(NamedTuple):
         has_others: whether `GradientBuckets.has_others` was true on some rank.
         options_differ: whether the options of the optimizers, or places in the script, are not the same on all ranks.
         members_change: whether `GradientBuckets.wants_change` was true on some rank.
+        ended: share of the ranks that have run out of data (`observe.consistency.Checks.has_ended`).
     """
 
     failed: float
@@ -103,6 +105,7 @@ class Outcome(NamedTuple):
     has_others: bool = False
     options_differ: bool = False
     members_change: bool = False
+    ended: float = 0.0
 
 
 #: The outcome of most passes.
@@ -460,15 +463,15 @@ class GradientBuckets:
                 self._usual_control[_OPTIONS:].copy_(bits, non_blocking=True)
                 self._written_number = number
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
-        if is_last:
-            if self._is_failing:
-                self._control[_FAILED] = 1
-            if self._found_sparse:
-                self._control[_SPARSE] = 1
-            if self.has_others:
-                self._control[_OTHERS] = 1
-            if self.wants_change:
-                self._control[_CHANGE] = 1
+        is_part = self._checks.weight != 1 or self._checks.has_ended
+        if is_last and (self._is_failing or self._found_sparse or self.has_others or self.wants_change or is_part):
+            told = self._is_failing, bool(self._found_sparse), self.has_others, self.wants_change
+            for number, value in zip((_FAILED, _SPARSE, _OTHERS, _CHANGE), told, strict=True):
+                self._control[number] = value
+            self._control[_ENDED] = self._checks.has_ended
+            self._control[_LACKS] = 1 - self._checks.weight
+            if self._checks.has_ended:
+                self._control[_OPTIONS:] = 0  # neither a bit nor its inverse, so it differs from nobody
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
@@ -520,7 +523,7 @@ class GradientBuckets:
         if told is _NOTHING_TOLD and not self._sparse and not self._absent:
             self._checks.note_compared()
             return _ORDINARY
-        failed, any_sparse, has_others, members_change, *options = told
+        failed, any_sparse, has_others, members_change, ended, _, *options = told
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -534,8 +537,25 @@ class GradientBuckets:
             found, self._found_sparse = sorted(set().union(*by_rank)), set()
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
+        self._weigh()
         self._checks.note_compared()
-        return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0)
+        return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0, ended)
+
+    @torch.no_grad()
+    def _weigh(self) -> None:
+        """Turn averages over all ranks into those over the ranks, or samples, that came."""
+        lacks = float(self._control[_LACKS].real)  # no count of ranks, so `_shares` does not know the least
+        if not lacks:
+            return
+        came = self._communicator.size * (1 - (lacks if self._scale == 1.0 else lacks / self._communicator.size))
+        if abs(came - round(came)) <= torch.finfo(self._control.dtype).eps * self._communicator.size:
+            came = round(came)  # whole ranks
+        if came < 1e-5:  # none
+            return
+        gradients = [g for p in {*self.parameters, *self._sparse} if (g := p.grad) is not None]
+        factor = self._communicator.size / came
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def fail(self) -> Outcome:
         """Finish a pass that this rank cannot, and tell the others so; gradients are useless then."""
@@ -586,7 +606,7 @@ class GradientBuckets:
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse, _, _, *options = self._shares(self._late_control)
+        failed, sparse, _, _, _, _, *options = self._shares(self._late_control)
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:

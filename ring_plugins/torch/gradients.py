@@ -164,6 +164,8 @@ class GradientAverager:
         self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
         self.steps, self.sums = 0, False
+        #: Whether ranks may run out of data (`join`), and the share of the ranks that had in the last pass.
+        self.is_joined, self.ended = False, 0.0
         if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):
@@ -252,6 +254,12 @@ class GradientAverager:
         if (newer := self.claim.newer()) and (newer := still_there(newer)):
             raise rejection([newer[0].conflict([self.claim])], [self.communicator.ranks[self.communicator.rank]])
         return self._prepare()
+
+    def catch_up(self, passes: int | None = None) -> int:
+        """How many passes of a step have come; if given, those of a rank that has come further than this one."""
+        if passes is not None:
+            self._passes = passes
+        return self._passes
 
     def begin_step(self) -> None:
         """Forget the passes of a step that the script gave up, as `DistributedOptimizer.zero_grad` does.
@@ -457,7 +465,7 @@ class GradientAverager:
         """
         if self._recovery is not None:
             buckets.wants_change = self._recovery.begin_pass()
-        at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due
+        at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined
         try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except MismatchError as error:
@@ -467,7 +475,8 @@ class GradientAverager:
             self._passes = 0
             self.skipping.decide(outcome.failed, failure, self._sets.parameters)
             return False
-        if self._recovery is not None:
+        self.ended = outcome.ended
+        if self._recovery is not None and not outcome.ended:  # ranks that have run out of data do not update
             self._recovery.after_pass(self._sets.named)
         if outcome.found_sparse:
             self._sets.sparse.update(outcome.found_sparse)
@@ -495,7 +504,7 @@ class GradientAverager:
                 self._sets.learn_order(buckets)
         if self._tuner is not None:
             self._tune(self._tuner, outcome.has_others)
-        return outcome.members_change
+        return outcome.members_change and not outcome.ended
 
     # A backward that raised ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ring_plugins.core.world import announce_training, constructed_by_all
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.join import share_step
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
@@ -201,18 +202,20 @@ class DistributedOptimizer(WrappedOptimizer):
                 "this DistributedOptimizer has been closed and averages no gradients, so the ranks would drift apart. "
                 "Build a new one on all ranks, or step its inner optimizer: optimizer.optimizer.step()."
             )
-        if self._drift.every and self._is_sharded:
+        if self._drift.every and self._is_sharded and not self.averager.ended:
             self._check_drift()  # before the step, which gives all ranks the same weights
         if closure is None:
             self._average_what_is_left()
             if self._take_new_parameters():
                 self.averager.average_before_step()
+            if self.averager.ended and self._is_sharded:
+                share_step(self.averager, self.optimizer)
             result = self.optimizer.step()
         else:
             result = self.optimizer.step(self._averaged(closure))
         self.averager.checks.updates.add()
         self._reductions_so_far = self.averager.steps
-        if self._drift.every and not self._is_sharded:
+        if self._drift.every and not self._is_sharded and not self.averager.ended:
             self._check_drift()
         return result
 
@@ -237,9 +240,19 @@ class DistributedOptimizer(WrappedOptimizer):
                 loss = closure()
             self._average_what_is_left()
             self._reductions_so_far = self.averager.steps
+            if self.averager.ended:
+                raise self._rejected_closure()
             return self.averager.average_loss(loss)
 
         return evaluate
+
+    def _rejected_closure(self) -> RingError:
+        error = RingError(
+            "step(closure) averages the losses of all ranks, but some have run out of data and wait in join(). Compute "
+            "the gradients before step(), or give all ranks equally many batches."
+        )
+        self.averager.communicator.interrupt("step(closure) in join()", error)
+        return error
 
     # A copy (pickle, torch.save, deepcopy) has the wrapped optimizer, but no connection to the other ranks.
 

@@ -1,0 +1,138 @@
+"""Ranks with different numbers of batches train to the end of the longest, as one process does on all data."""
+
+import pytest
+import torch
+from torch import nn
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.fusion import BucketSizes
+from ring_plugins.torch.changes import Claim
+from ring_plugins.torch.consistency import TorchChecks
+from ring_plugins.torch.gradient_buckets import GradientBuckets
+from ring_plugins.torch.join import join
+from tests.core.collectives.mortal_ranks import on_mortal_ranks
+from tests.launch import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_averages_are_those_of_the_ranks_that_have_data(monkeypatch, dtype):
+    def run(rank):
+        parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+        checks = TorchChecks(Claim(""))
+        checks.updates.set(rank.rank)  # only ranks that have data are compared
+        buckets = GradientBuckets(
+            [("w", parameter)], rank.communicator("gradients"), BucketSizes(), None, set(), True, checks=checks
+        )
+        ended = rank.rank != 1
+        if ended:
+            checks.has_ended, checks.weight = True, 0.0
+        else:
+            parameter.grad = torch.full((3,), 6.0, dtype=dtype)
+        outcome = buckets.finish()
+        gradient = parameter.grad
+        parameter.grad = None
+        checks.has_ended, checks.weight = True, 0.0
+        last = buckets.finish()
+        return gradient.tolist(), outcome.ended, outcome.options_differ, parameter.grad, last.ended
+
+    for gradient, ended, differs, after, last in on_mortal_ranks(monkeypatch, 3, run):
+        assert gradient == [6.0] * 3
+        assert ended == pytest.approx(2 / 3, rel=0.01)
+        assert not differs
+        assert (after, last) == (None, 1.0)
+
+
+def test_averages_weigh_samples(monkeypatch):
+    def run(rank):
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        checks = TorchChecks(Claim(""))
+        buckets = GradientBuckets(
+            [("w", parameter)], rank.communicator("gradients"), BucketSizes(), None, set(), True, checks=checks
+        )
+        samples, mean = ((32, 1.0), (8, 5.0))[rank.rank]
+        checks.weight = samples / 32
+        parameter.grad = torch.tensor([mean * samples / 32], dtype=torch.float64)
+        buckets.finish()
+        return parameter.grad.item()
+
+    assert on_mortal_ranks(monkeypatch, 2, run) == [pytest.approx((32 * 1 + 8 * 5) / 40, rel=1e-12)] * 2
+
+
+@pytest.mark.parametrize(("parts", "text"), [((), "needs what averages"), ((3,), "was given a int")])
+def test_other_parts_are_rejected(parts, text):
+    with pytest.raises(ArgumentError, match=text):
+        join(*parts)
+
+
+SCRIPT = """
+import os, torch
+import torch.nn.functional as F
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters, join
+from tests.worker import report
+
+ranks = int(os.environ["TEST_RANKS"])
+ring.init(ranks=ranks)
+torch.manual_seed(0)
+x, y = torch.randn(2, 160, 4, dtype=torch.float64)
+last = {}
+
+def batches(rank, epoch, short):
+    count = (5, 3, 0, 1)[(rank + epoch) % ranks]
+    sizes = [4 - (short and i == count - 1) for i in range(count)]
+    return [slice(40 * rank + 4 * i, 40 * rank + 4 * i + size) for i, size in enumerate(sizes)]
+
+def model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4)).double()
+
+def train(shard, by_samples):
+    own = model()
+    broadcast_parameters(own)
+    inner = torch.optim.Adam(own.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(inner, own.named_parameters(), shard=shard)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    for epoch in range(3):
+        with join(optimizer, scheduler, batch_size=4) as data:
+            for batch in batches(ring.rank(), epoch, by_samples):
+                optimizer.zero_grad()
+                loss = F.mse_loss(own(x[batch]), y[batch])
+                (data.weighted(loss, batch.stop - batch.start) if by_samples else loss).backward()
+                torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+    optimizer.close()
+    return torch.cat([p.detach().reshape(-1) for p in own.parameters()])
+
+def alone(by_samples):
+    own = model()
+    optimizer = torch.optim.Adam(own.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for epoch in range(3):
+        by_rank = [batches(rank, epoch, by_samples) for rank in range(ranks)]
+        for i in range(max(map(len, by_rank))):
+            optimizer.zero_grad()
+            now = [some[i] for some in by_rank if i < len(some)]
+            F.mse_loss(own(torch.cat([x[b] for b in now])), torch.cat([y[b] for b in now])).backward()
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+    return torch.cat([p.detach().reshape(-1) for p in own.parameters()])
+
+for shard, by_samples in ((False, False), (False, True), (True, True)):
+    weights = train(shard, by_samples)
+    error = (weights - alone(by_samples)).abs().max().item()
+    report(f"{shard} {by_samples}", [error, all(torch.equal(weights, one) for one in ring.all_gather_object(weights))])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_weights_equal_one_process_on_the_concatenated_batches(count):
+    result = run_ranks(SCRIPT, count)
+    for case in ("False False", "False True", "True True"):
+        values = result.values(case)
+        assert len(values) == count
+        for error, is_same in values:
+            assert error < 1e-12, case
+            assert is_same, case
