@@ -5,18 +5,28 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.base.arguments import wrong_call
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, MismatchError, MissingDependency
 from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import current
 from ring_plugins.horovod import settings
 from ring_plugins.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from ring_plugins.horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    group_of,
+    ranks_of_comm,
+    remove_process_set,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +48,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather_object",
     "barrier",
     "broadcast_object",
@@ -60,6 +71,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
@@ -83,18 +95,32 @@ cross_rank, cross_size = ring.node_rank, ring.num_nodes
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job. Horovod's `comm` and `process_sets` have to stay away: all processes take part."""
-    if comm:
-        raise ArgumentError(f"comm={comm!r} is not supported: all processes that were started take part in the job.")
-    if process_sets:
-        raise _no_process_sets("process_sets", process_sets)
+    """Join the job.
+
+    Args:
+        comm: all ranks, or mpi4py's communicator of all. A part of them is a process set here, not a job.
+        process_sets: to be added, in a list; "dynamic" has no effect, since sets can always be added.
+
+    Raises:
+        ArgumentError: `comm` has other ranks, or as for `add_process_set`.
+    """
     settings.init()
+    if comm is not None and comm != []:
+        ranks = sorted(comm) if isinstance(comm, Iterable) else ranks_of_comm(comm)
+        if ranks != list(range(size())):
+            raise ArgumentError(
+                f"comm has the ranks {ranks} of a job of {size()}. Call hvd.init() on all, then part = "
+                f"hvd.add_process_set({ranks}) on all, and pass process_set=part to operations and optimizers on these."
+            )
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
 
 
-def size() -> int:
-    """Number of processes in the job."""
+def size(process_set: Any = None) -> int:
+    """Number of processes in the job, or in a process set."""
     # Not ring.size(), after which the warm-up warns of a rate that is multiplied twice: here the script has to do it.
-    return current().topology.size
+    group = group_of(process_set)
+    return current().topology.size if group is None else group.size
 
 
 def is_homogeneous() -> bool:
@@ -127,9 +153,8 @@ def nccl_built() -> int:
 
 
 def barrier(process_set: Any = None) -> None:
-    """Return when all ranks have called it."""
-    check_process_set(process_set)
-    ring.barrier()
+    """Return when all ranks have called it, or those of a process set."""
+    ring.barrier(group=group_of(process_set))
 
 
 @all_or_none
@@ -149,46 +174,40 @@ def join(device: Any = -1) -> int:
     return max(range(len(came)), key=lambda rank: (came[rank], rank))
 
 
-class ProcessSet:
-    """The set of all processes, the only one: `hvd.global_process_set`."""
-
-    process_set_id = 0
-
-    def __init__(self, ranks: Any = None) -> None:
-        raise _no_process_sets("ranks", ranks)
-
-    def included(self) -> bool:
-        """True: this process is among all."""
-        return True
-
-    def rank(self) -> int:
-        """This process's rank."""
-        return rank()
-
-    def size(self) -> int:
-        """Number of processes."""
-        return size()
-
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks."""
-        return list(range(size()))
-
-
-global_process_set = ProcessSet.__new__(ProcessSet)  # scripts cannot make any
-
-
 def check_process_set(process_set: Any) -> None:
-    """Reject a set of some processes."""
+    """Reject a set of some processes, where these cannot be told apart."""
     if process_set is not None and process_set is not global_process_set:
-        raise _no_process_sets("process_set", process_set)
+        raise ArgumentError(
+            f"process_set={process_set!r:.100} is not supported here, where all ranks take part. The functions of "
+            "ring_plugins.horovod.torch take process sets."
+        )
 
 
-def _no_process_sets(argument: str, value: Any) -> ArgumentError:
-    return ArgumentError(
-        f"{argument}={value!r} is not supported: collectives here are among all ranks. With PyTorch, "
-        'torch.distributed.init_process_group("ring") and new_group(ranks) make groups of some ranks.'
-    )
+def told(function: Callable[P, T]) -> Callable[P, T]:
+    """`all_or_none`, among the processes of the call's `process_set`."""
+    names = list(inspect.signature(function).parameters)
+    among_all = all_or_none(function)
+
+    @wraps(function)
+    def telling(*args: P.args, **options: P.kwargs) -> T:
+        given = dict(zip(names, args, strict=False)) | options
+        process_set = given.get("process_set")
+        if process_set is None or process_set is global_process_set or not ring.is_initialized():
+            return among_all(*args, **options)
+        group = group_of(process_set)
+        assert group is not None
+        communicator = group.communicator  # raises outside, which concerns nobody else
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            wrong = wrong_call(function, args, options, error)
+            communicator.reject(function.__name__, wrong or error)
+            if wrong is not None:
+                raise wrong  # noqa: B904 - it says what it comes from
+            raise
+
+    telling.checks_calls = True  # type: ignore[attr-defined]  # as what all_or_none returns
+    return telling
 
 
 class Compressor:
@@ -351,8 +370,8 @@ def check_averages(op: Op, gradient_predivide_factor: float) -> None:
         )
 
 
-def check_name(kind: str, name: str | None) -> None:
-    """Compare the name of an operation among the ranks; collective unless it is None.
+def check_name(kind: str, name: str | None, group: Group | None = None) -> None:
+    """Compare the name of an operation among the ranks, or those of a group; collective unless it is None.
 
     Horovod matches operations by name, whatever their order. Here they match by order, so that two operations of equal
     shapes which ranks call in different orders would be mixed up in silence.
@@ -360,21 +379,28 @@ def check_name(kind: str, name: str | None) -> None:
     Raises:
         MismatchError: ranks are in operations of different names.
     """
-    if name is None or size() == 1:
+    communicator = communicator_of(group)
+    if name is None or communicator.size == 1:
         return
-    named = current().communicator.all_gather_object((kind, name), "comparison of names")
+    named = communicator.all_gather_object((kind, name), "comparison of names")
     if len(set(named)) > 1:
-        texts = ", ".join(f"rank {rank}: name={name!r}" for rank, (_, name) in enumerate(named))
+        ranks = communicator.ranks
+        texts = ", ".join(f"rank {rank}: name={name!r}" for rank, (_, name) in zip(ranks, named, strict=True))
         raise MismatchError(
             f"the ranks are in {kind} operations of different names ({texts}). Call named operations in the same order "
             "on all ranks: here they match by order, not by name."
         )
 
 
-def begin(kind: str, name: str | None, process_set: Any) -> None:
-    """Check what every operation on tensors takes: its process set, and its name, which ranks compare if it has one."""
-    check_process_set(process_set)
-    check_name(kind, name)
+def begin(kind: str, name: str | None, process_set: Any) -> Group | None:
+    """Check what every operation takes: its process set, and its name, which ranks compare if it has one.
+
+    Returns:
+        The ranks that take part, None for all.
+    """
+    group = group_of(process_set)
+    check_name(kind, name, group)
+    return group
 
 
 def grouped(
@@ -408,13 +434,13 @@ def grouped(
     return cast("Any", all_or_none(operation))  # type: ignore[no-any-return]
 
 
+@told
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
     """The objects of all ranks, in rank order."""
-    begin("allgather_object", name, process_set)
-    return ring.all_gather_object(obj)
+    return ring.all_gather_object(obj, group=begin("allgather_object", name, process_set))
 
 
+@told
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """The root's object, on every rank."""
-    begin("broadcast_object", name, process_set)
-    return ring.broadcast_object(obj, root_rank)
+    """The root's object, on every rank; the root is a rank of the job."""
+    return ring.broadcast_object(obj, root_rank, group=begin("broadcast_object", name, process_set))

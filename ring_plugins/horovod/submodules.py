@@ -17,6 +17,11 @@ _PACKAGE = "ring_plugins.horovod."
 #: Modules that Horovod divides further than this package does, and where their names are here.
 ALIASES = {
     "spark.runner": "spark",
+    "torch.compression": "torch",
+    "torch.functions": "torch",
+    "torch.mpi_ops": "torch",
+    "torch.optimizer": "torch",
+    "torch.sync_batch_norm": "torch",
 }
 _ESTIMATOR = "ring_plugins.horovod.spark.run(fn, num_proc=4) with the training in fn, as there are no estimators"
 _LAUNCHER = "ring_plugins.horovod.run(fn, num_proc=4) or the command `ring run`, which have a launcher of their own"
