@@ -30,12 +30,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.job import World
 from ring_plugins.core.joining.join import checksum_of, if_different
 from ring_plugins.core.joining.state_transfer import transfer_state
@@ -236,12 +233,7 @@ class TrainingState(ListedState):
         averaging = self._averaging()
         self._check_assigned()
         place = checksum_of(self._integers_of(self._names)) if self._has_joined else 0
-        flags = np.array([world.elastic.wants_change, place, -place], np.int64)
-        with purpose("TrainingState"):
-            world.communicator.all_reduce(HostMemory(flags, "int64"), Op.MAX)
-        wants_change, largest, negated_smallest = flags.tolist()  # max(-place) is -min(place)
-        if wants_change:
-            world.elastic.change_members()
+        largest, negated_smallest = self._change_members(place, -place)  # max(-place) is -min(place)
         before, self._view = self._view, world.elastic.view
         if before != self._view and averaging:
             check_equal_after_losses(self._checksums, world.communicator)

@@ -157,11 +157,16 @@ class TrainingState(ListedState):
             self._trained_on, self._commits_within = self._data, True
         elif self._is_where_it_joined():  # at that place, or where the epoch began
             return
+        elastic, communicator = current().elastic, current().communicator
+        if not elastic.asked_since_commit() and communicator.recovers:  # a loop that averages by itself
+            self._change_members()
+            if elastic.changes.untold:
+                elastic.tell_changes()
         if not self._let_join(added=not self._is_in_epoch) and self._has_joined:
             # Ranks are to be at the same place: a joiner that does not use `batches` is in another step. The next pass
             # of gradients compares that, if there is one until the next call.
             self._commits += 1
-            was_compared, communicator = common_place.is_compared, current().communicator
+            was_compared = common_place.is_compared
             common_place.take(self._integers())
             if not was_compared and communicator.size > 1:
                 common_place.say(communicator)

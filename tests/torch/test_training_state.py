@@ -1,17 +1,23 @@
 """What a process that joins gets of a model and an optimizer; two processes here are two calls, one after the other."""
 
 import copy
+import os
 import pickle
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import ring_plugins as ring
 from ring_plugins.core.base.errors import MismatchError
-from ring_plugins.torch import training_state
+from ring_plugins.core.world import current
+from ring_plugins.torch import TrainingState, training_state
 from ring_plugins.torch.training_state import share_state, take_trained_parts, trained_parts
+from tests.joiners import wait_for_joiners
 from tests.launch import run_ranks, slowness
+from tests.worker import report
 
 
 def handed_over(state, monkeypatch):
@@ -216,3 +222,31 @@ def test_processes_join_after_parameters_were_frozen_or_unfrozen(way):
     assert found[0]["modes"] == [True, way != "freeze", True]
     assert found[0]["groups"] == ([[4, 0.01], [2, 0.001]] if way == "groups" else [[6, 0.01]])
     assert found[0]["momenta"].count(None) == 0
+
+
+def leave_or_join_without_a_pass_of_gradients():
+    """A script that averages by itself: one rank is killed, another is told to leave, and both are replaced."""
+    ring.init(ranks=3, on_failure="replace")
+    slot, number = ring.rank(), current().world_rank
+    state = TrainingState(step=0, total=torch.zeros(3))
+    while state.step < 12:
+        if (state.step, number) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (state.step, number) == (6, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        lost = {0, 1, 2} - {current().members.known[one].slot for one in current().world_ranks}
+        wait_for_joiners(lost, 60)
+        state.total += ring.all_reduce(torch.full((3,), slot + 1.0) * (state.step + 1))
+        state.step += 1
+        state.commit()
+    report("found", {"total": state.total.tolist(), "numbers": ring.all_gather_object(number)}, slot)
+
+
+@pytest.mark.slow
+def test_processes_join_and_leave_where_a_loop_averages_by_itself_and_calls_commit():
+    script = "from tests.torch.test_training_state import *\nleave_or_join_without_a_pass_of_gradients()"
+    result = run_ranks(script, 3, timeout=int(120 * slowness()))
+    found = result.values("found")
+    assert found == [found[0]] * 3, str(result)
+    assert found[0]["numbers"] == [0, 3, 4]
+    assert "rank 2 (process" in result.output and "left on SIGTERM" in result.output

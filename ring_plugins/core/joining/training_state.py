@@ -10,7 +10,12 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.joining.join import admit, join
 from ring_plugins.core.joining.state_transfer import check_picklable, fails_alone
 from ring_plugins.core.world import current
@@ -64,6 +69,16 @@ class ListedState(abc.ABC):
     def _is_where_it_joined(self) -> bool:
         """Whether this process has joined, and stands at the place at which the others let it."""
         return current().operations() == self._operations_at_join
+
+    def _change_members(self, *numbers: int) -> list[int]:
+        """Let ranks leave that were told to end, and see who waits to join; returns the maximum of each number."""
+        world = current()
+        maxima = np.array([world.elastic.wants_change, *numbers], np.int64)
+        with purpose("TrainingState"):
+            world.communicator.all_reduce(HostMemory(maxima, "int64"), Op.MAX)
+        if maxima[0]:
+            world.elastic.change_members()
+        return [int(found) for found in maxima[1:]]
 
     def _let_join(self, added: bool) -> bool:
         """Admit pending joiners, added ranks only if `added`; returns whether any has joined."""
