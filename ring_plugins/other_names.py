@@ -33,7 +33,6 @@ _HOROVOD = {
     "broadcast_object_fn": "ring_plugins.broadcast_object(x, root)",
     "callbacks": "ring_plugins.keras, which has the callbacks itself",
     "compression": "compression='fp16' as an argument of what averages: others do not exist here",
-    "elastic": 'ring_plugins.init(on_failure="continue"), with which a job goes on without a rank that is killed',
     "gpu_available": "torch.cuda.is_available() or tf.config.list_physical_devices('GPU')",
     "grouped_allgather": "ring_plugins.all_gather(x) for each tensor",
     "grouped_allreduce": "ring_plugins.all_reduce(x) for each tensor",

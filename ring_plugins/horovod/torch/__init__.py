@@ -37,7 +37,7 @@ from ring_plugins.horovod.basics import (
     check_process_set,
     gradient_factor,
 )
-from ring_plugins.horovod.torch import collectives
+from ring_plugins.horovod.torch import collectives, elastic
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.torch.collectives import poll, synchronize
 from ring_plugins.other_names import no_attribute
@@ -45,7 +45,7 @@ from ring_plugins.torch import SyncBatchNorm
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
 
 __all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "poll", "synchronize"]
-__all__ += ["Compressor", "FP16Compressor", "NoneCompressor", "SyncBatchNorm"]
+__all__ += ["Compressor", "FP16Compressor", "NoneCompressor", "SyncBatchNorm", "elastic"]
 __all__ += basics.__all__ + collectives.__all__
 
 
