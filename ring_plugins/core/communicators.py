@@ -183,7 +183,8 @@ class Communicators:
         host = self.new_communicator(name, ranks, gather, within=within)
         wait = Wait(name, self.failure_detector)
         choose_interface()
-        nccl, driver = load_nccl(), load_driver()
+        with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):
+            nccl, driver = load_nccl(), load_driver()
         communicator = DeviceCommunicator(DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream))
         self._keep(communicator)
         return communicator

@@ -27,14 +27,17 @@ def rejections_told(communicator: Communicator[Any], operation: str) -> Iterator
 
 
 @contextlib.contextmanager
-def on_all_or_none(communicator: Communicator[Any], what: str) -> Iterator[None]:
-    """Let the other members know if an exception, of whatever kind, ends a construction that all take part in."""
+def on_all_or_none(communicator: Communicator[Any], what: str, is_alone: bool = False) -> Iterator[None]:
+    """Let the other members know if an exception, of whatever kind, ends a construction that all take part in.
+
+    Other members raise errors of ours too, unless this one `is_alone`: at what it does without them.
+    """
     try:
         yield
     except BaseException as error:
         if is_rejection(error):
             communicator.reject(what, error)
-        elif not isinstance(error, RingError):
+        elif is_alone or not isinstance(error, RingError):
             communicator.interrupt(what, error)
         raise
 

@@ -39,6 +39,7 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import DeviceError, MismatchError, RingError, TimeoutExceeded, name_ranks
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import COLLECTIVE_WINDOW, IN_PROGRESS, SUCCESS, Config, Nccl, UniqueId, version_text
@@ -102,7 +103,9 @@ class NcclConnection:
     def _connect(self, host: Communicator) -> ctypes.c_void_p:
         nccl = self.nccl
         share = config.SHARE_GPU.get()
-        gpu = gpu_identity(self._driver, self._device)
+        what = f"{self._name}: connecting by NCCL"
+        with on_all_or_none(host, what, is_alone=True):
+            gpu = gpu_identity(self._driver, self._device)
         infos = [
             RankInfo(*info) for info in host.all_gather_object((nccl.version, nccl.path, gpu, share), "connect NCCL")
         ]
@@ -114,9 +117,11 @@ class NcclConnection:
         # `ncclCommSplit` would save this bootstrap, but all ranks of the older communicator must call it, with nothing
         # under way there. A group is made by its members alone, while other threads reduce gradients. And where split
         # communicators share channels, aborting one may break all.
-        unique_id = host.broadcast_object(nccl.unique_id() if host.rank == 0 else None, root=0, purpose="connect NCCL")
+        with on_all_or_none(host, what, is_alone=True):
+            own_id = nccl.unique_id() if host.rank == 0 else None
+        unique_id = host.broadcast_object(own_id, root=0, purpose="connect NCCL")
         communicator = ctypes.c_void_p()
-        with self._driver.device(self._device):
+        with on_all_or_none(host, what, is_alone=True), self._driver.device(self._device):
             status = nccl.call(
                 "ncclCommInitRankConfig",
                 ctypes.byref(communicator),
@@ -128,9 +133,11 @@ class NcclConnection:
         self._blocks = status != IN_PROGRESS  # as NCCL_COMM_BLOCKING=1 wants it
         try:
             self._wait_until_connected(communicator, host)
-        except BaseException:
+        except BaseException as error:
             self._start_abort(communicator)
             self.wait_for_abort()
+            if isinstance(error, DeviceError):
+                host.interrupt(what, error)
             raise
         finally:
             if log is not None:
@@ -142,6 +149,7 @@ class NcclConnection:
         end = time.monotonic() + limit
 
         def over() -> bool:
+            host.check()  # another rank's NCCL failed
             return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: connecting by NCCL")

@@ -17,7 +17,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, RingError, is_first_report
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, is_first_report
 from ring_plugins.core.collectives.api import Communicator, FailureState, Statistics
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -229,6 +229,8 @@ class DeviceExecutor:
         """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
         self.failure.fail(error)
         self.connection.abort()
+        if isinstance(error, DeviceError):  # of this rank's GPU, which the others' would wait for
+            self.host.interrupt(f"{self.name}: {self._operation or 'its first operation'}", error)
 
     def tell_rejection(self, operation: str, error: BaseException) -> None:
         """Tell the members' watchdogs; once for an error that passes through several layers."""

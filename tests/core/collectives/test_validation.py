@@ -93,7 +93,7 @@ calls = {
     "ring_plugins.torch.all_gather()": lambda: ring.torch.all_gather(torch.ones(1)),
     "ring_plugins.torch.all_to_all()": lambda: ring.torch.all_to_all(torch.ones(2)),
     "broadcast_parameters()": lambda: ring.torch.broadcast_parameters(model),
-    "new averager()": lambda: ring.torch.GradientAverager(model),
+    "new communicator for gradients()": lambda: ring.torch.GradientAverager(model),
     "broadcast_object(root 0)": lambda: ring.broadcast_object("mine"),
     "broadcast_optimizer_state(root 0)": lambda: ring.torch.broadcast_optimizer_state(optimizer),
     "all_gather() of one int64": lambda: ring.all_gather(torch.tensor([1])),

@@ -12,7 +12,7 @@ import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, PeerFailed
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, PeerFailed
 from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.gpu import connection, executor, nccl
 from tests.gpu_stand_in import alone
@@ -384,3 +384,14 @@ def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdo
         communicator.check()
     assert len(host.interrupted) == 1
     done.set()
+
+
+def test_a_failure_of_this_ranks_gpu_is_told_to_the_others_whose_gpus_would_wait_for_it():
+    communicator, library = alone()
+    communicator.executor.host = host = Host(communicator._host)
+    reduce(communicator)
+    library.async_error = 6
+    communicator.executor.poll([])
+    with pytest.raises(DeviceError):
+        reduce(communicator)
+    assert host.interrupted == [f"{communicator.name}: all_reduce"]
