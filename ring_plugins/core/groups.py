@@ -37,6 +37,8 @@ class Group:
 
     Args:
         ranks: of the job, in the order in which they are numbered in the group.
+        purpose: what this package makes it for. Such a group of all ranks is made without their communicator, so that
+            another thread may make it.
 
     Attributes:
         ranks: as given.
@@ -51,16 +53,16 @@ class Group:
         DeadlockError: members make different groups.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], *, purpose: str = "") -> None:
         self._world = world = current()
         given = _checked(ranks, world)
         world_ranks = tuple(world.world_ranks[rank] for rank in given)
         #: For messages.
-        self.name = f"group of {name_ranks(given, 8)}" if given else "empty group"
+        self.name = f"{purpose or 'group'} of {name_ranks(given, 8)}" if given else "empty group"
         self._given, self._is_closed = given, False
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._communicator: Communicator | None = None
-        if given == (*range(world.topology.size),):
+        if given == (*range(world.topology.size),) and not purpose:
             self._communicator = world.new_communicator(self.name)
             return
         world.refuse_to_recover("ring_plugins.Group, unless of all ranks in order,")

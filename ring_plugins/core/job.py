@@ -31,6 +31,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS, Liveness, LocalPeer
 from ring_plugins.core.control.meetings import Meetings
 from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.monitor import MonitorThread, Service
+from ring_plugins.core.control.named_calls import NamedCalls
 from ring_plugins.core.control.rank_zero import RankZero
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
 from ring_plugins.core.gpu.executor import GpuWatchdog
@@ -62,7 +63,8 @@ class World(Communicators):
         first_call: of `init`.
         local_peers: the liveness of all members on this host; before this process has joined, only its own.
         channel, observers: the messages between ranks and the observing services; None in a job of one rank.
-        meetings: of some ranks; None in a job of one rank, and in one that goes on after losses.
+        meetings, named_calls: of some ranks, and calls that match by name; None in a job of one rank, and in one that
+            goes on after losses.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class World(Communicators):
         self.channel: Channel | None = None
         self.observers: Observers | None = None
         self.meetings: Meetings | None = None
+        self.named_calls: NamedCalls | None = None
         self._monitor: MonitorThread | None = None
         self._rank_marker: RankMarker | None = None
         self._reserved: socket.socket | None = None
@@ -219,7 +222,8 @@ class World(Communicators):
         joins = self.is_joining
         assert self.channel is not None
         detector = self.failure_detector = FailureDetector(self.members, self.local_peers, self.channel)
-        self.meetings = None if self.recovers else Meetings(self.channel, detector)
+        if not self.recovers:
+            self.meetings, self.named_calls = Meetings(self.channel, detector), NamedCalls(self.channel, detector)
         observers = Observers(self.channel, detector, self.activities, records)
         self.observers = observers
         launched = self.launcher.is_parent or self.own_slot is not None

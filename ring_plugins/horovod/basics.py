@@ -17,7 +17,7 @@ from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gpu import load_nccl
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import current
-from ring_plugins.horovod import settings
+from ring_plugins.horovod import named, settings
 from ring_plugins.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from ring_plugins.horovod.common.process_sets import (
     ProcessSet,
@@ -159,7 +159,9 @@ def barrier(process_set: Any = None) -> None:
 
 @all_or_none
 def join(device: Any = -1) -> int:
-    """Wait until all ranks have called it, as scripts do at the end.
+    """Wait until all ranks have called it, as one that runs out of data before others.
+
+    Meanwhile sums and averages of `allreduce` count this rank as zeros: named ones always, others on one host.
 
     Args:
         device: has no effect.
@@ -168,10 +170,23 @@ def join(device: Any = -1) -> int:
         The rank that came last.
 
     Raises:
-        MismatchError: another rank is in a collective instead: it has more batches than this one.
+        MismatchError: between hosts, another rank is in an operation without a name.
     """
-    came = current().communicator.all_gather_object(time.time(), JOIN)
-    return max(range(len(came)), key=lambda rank: (came[rank], rank))
+    world = current()
+    calls, ranks, communicator = world.named_calls, world.world_ranks, world.communicator
+    if calls is None:
+        came = communicator.all_gather_object(time.time(), JOIN)
+        return max(range(len(came)), key=lambda rank: (came[rank], rank))
+    calls.join(ranks)
+    while True:
+        try:
+            communicator.all_gather_object(None, JOIN)
+            break
+        except MismatchError:  # what another rank has called; it calls that again as a named operation
+            communicator.check()
+    last = ranks.index(calls.wait_for_all_joined(ranks))
+    named.all_have_joined()
+    return last
 
 
 def check_process_set(process_set: Any) -> None:
@@ -183,25 +198,32 @@ def check_process_set(process_set: Any) -> None:
         )
 
 
-def told(function: Callable[P, T]) -> Callable[P, T]:
-    """`all_or_none`, among the processes of the call's `process_set`."""
+def told(function: Callable[P, T], by_name: bool = False) -> Callable[P, T]:
+    """`all_or_none`, among the processes of the call's `process_set`; or among those that wait for its name.
+
+    Args:
+        function: to wrap.
+        by_name: whether operations that have a name are matched by it.
+    """
     names = list(inspect.signature(function).parameters)
     among_all = all_or_none(function)
 
     @wraps(function)
     def telling(*args: P.args, **options: P.kwargs) -> T:
         given = dict(zip(names, args, strict=False)) | options
-        process_set = given.get("process_set")
-        if process_set is None or process_set is global_process_set or not ring.is_initialized():
+        process_set, name = given.get("process_set"), given.get("name") if by_name else None
+        if (process_set is None or process_set is global_process_set) and name is None:
             return among_all(*args, **options)
-        group = group_of(process_set)
-        assert group is not None
-        communicator = group.communicator  # raises outside, which concerns nobody else
+        communicator = communicator_of(group_of(process_set))  # raises outside, which concerns nobody else
         try:
             return function(*args, **options)
         except Exception as error:
             wrong = wrong_call(function, args, options, error)
-            communicator.reject(function.__name__, wrong or error)
+            calls = current().named_calls
+            if isinstance(name, str) and calls is not None:
+                calls.refuse(communicator.ranks, name, wrong or error)
+            else:
+                communicator.reject(function.__name__, wrong or error)
             if wrong is not None:
                 raise wrong  # noqa: B904 - it says what it comes from
             raise

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.horovod.basics import Average, Compression, Compressor, Sum, compressor_of, op_of, told
+from ring_plugins.horovod.basics import Average, Compression, Compressor, Sum, compressor_of, op_of
+from ring_plugins.horovod.basics import told as _told
 from ring_plugins.horovod.torch.operations import (
     Handle,
     all_reduction,
@@ -23,6 +25,8 @@ from ring_plugins.horovod.torch.operations import (
     scattering,
     together,
 )
+
+told = partial(_told, by_name=True)
 
 __all__ = [
     "allgather",

@@ -7,6 +7,7 @@ which are those of the sum of all ranks' losses.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -17,11 +18,13 @@ import torch
 import ring_plugins as ring
 import ring_plugins.torch as differentiable
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.validation import check_splits, rows_of
-from ring_plugins.core.groups import Group
-from ring_plugins.horovod.basics import Average, Sum, begin, op_of, reduction_of, scaled, size
+from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.horovod.basics import JOIN, Average, Sum, begin, op_of, reduction_of, scaled, size
+from ring_plugins.horovod.common.process_sets import group_of
+from ring_plugins.horovod.named import NamedOperations, operations_of
 
 
 class Handle:
@@ -55,22 +58,77 @@ class Operation(NamedTuple):
     Attributes:
         kind: its name.
         process_set: whose ranks take part.
+        call: what must be equal on all ranks.
+        tensors: that it reads.
         operate: called with whether to wait, and the group; returns results, or a `Work` for each.
         finish: makes the script's result out of these.
     """
 
     kind: str
     process_set: Any
+    call: dict[str, Any]
+    tensors: Sequence[torch.Tensor]
     operate: Callable[[bool, Group | None], Sequence[Any]]
     finish: Callable[..., Any] = lambda result: result
 
     def run(self, name: str | None) -> Any:
         """Wait for the result."""
-        return self.finish(*self.operate(True, begin(self.kind, name, self.process_set)))
+        passes_gradient = any(map(_needs_gradient, self.tensors))
+        if name is not None and not passes_gradient and (operations := self._named()) is not None:
+            return self._begin(operations, name).wait()
+        try:
+            return self.finish(*self.operate(True, begin(self.kind, name, self.process_set)))
+        except MismatchError as error:
+            # On one host, all ranks are in step after it, and make the call again as one that the joined take part in.
+            operations = self._named() if JOIN in str(error) and not passes_gradient else None
+            if operations is None:
+                raise
+            communicator_of(group_of(self.process_set)).check()
+            return self._begin(operations, f"call {next(operations.numbers)} after hvd.join").wait()
 
     def start(self, name: str | None) -> Handle:
         """Begin it."""
+        if name is not None and (operations := self._named()) is not None:
+            return self._begin(operations, name)
         return Handle(self.operate(False, begin(self.kind, name, self.process_set)), self.finish)
+
+    def _named(self) -> NamedOperations | None:
+        return operations_of(communicator_of(group_of(self.process_set)).ranks, _rebuilt)
+
+    def _begin(self, operations: NamedOperations, name: str) -> Handle:
+        devices = {tensor.device for tensor in self.tensors if tensor.is_cuda}
+        streams = [torch.cuda.current_stream(device) for device in devices]
+
+        def run(group: Group) -> Sequence[Any]:
+            with contextlib.ExitStack() as stack, torch.no_grad():
+                for stream in streams:  # the script's, so that what it queues there later comes after this
+                    stack.enter_context(torch.cuda.stream(stream))
+                return self.operate(True, group)
+
+        work = operations.start(name, {"kind": self.kind, **self.call}, run)
+        return Handle([work], lambda results: self.finish(*results))
+
+
+def _rebuilt(call: dict[str, Any]) -> Callable[[Group], Sequence[Any]] | None:
+    """The part in a call of other ranks of one that has joined: zeros; None where it has none."""
+    if not call.get("joins"):
+        return None
+    op = next(op for op in Op if op.name == call["op"])
+    zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, device in call["tensors"]]
+    before, after = call["before"], call["after"]
+    if call["kind"] == "grouped_allreduce":
+        operation = grouped_reduction(zeros, op, before, after, None)
+    else:
+        operation = all_reduction(zeros[0], op, before, after, None)
+    return lambda group: operation.operate(True, group)
+
+
+def _described(tensors: Sequence[torch.Tensor], rows_differ: bool = False) -> list[Any]:
+    """What of tensors must be equal on all ranks: dtype, shape and kind of device."""
+    return [
+        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)[rows_differ:], tensor.device.type]
+        for tensor in tensors
+    ]
 
 
 def together(kind: str, operations: Sequence[Operation], process_set: Any) -> Operation:
@@ -86,7 +144,8 @@ def together(kind: str, operations: Sequence[Operation], process_set: Any) -> Op
         left = iter(results)
         return [one.finish(*islice(left, n)) for one, n in zip(operations, lengths, strict=True)]
 
-    return Operation(kind, process_set, operate, finish)
+    tensors = [tensor for one in operations for tensor in one.tensors]
+    return Operation(kind, process_set, {"parts": [one.call for one in operations]}, tensors, operate, finish)
 
 
 class _Reduction(NamedTuple):
@@ -96,12 +155,14 @@ class _Reduction(NamedTuple):
         op: to call; averages of integers are scaled sums.
         before, after: factors.
         is_whole: whether the tensor holds integers.
+        given_after: the factor that the script has given.
     """
 
     op: Op
     before: float
     after: float
     is_whole: bool
+    given_after: float
 
     @classmethod
     def of(cls, tensor: Any, op: Op, before: float, after: float, n: int) -> _Reduction:
@@ -109,8 +170,13 @@ class _Reduction(NamedTuple):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"tensor={tensor!r:.60} is a {type(tensor).__name__}; pass torch.tensor(...) of it.")
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        reduction, after = reduction_of(op, after, n, is_whole)
-        return cls(reduction, before, after, is_whole)
+        reduction, scale = reduction_of(op, after, n, is_whole)
+        return cls(reduction, before, scale, is_whole, after)
+
+    def call(self, op: Op, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What must be equal on all ranks; "joins" is whether one that has joined can take part."""
+        factors = {"before": self.before, "after": self.given_after}
+        return {"op": op.name, **factors, "tensors": _described(tensors), "joins": op in (Average, Sum)}
 
     def begin(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is reduced."""
@@ -130,7 +196,7 @@ def all_reduction(tensor: torch.Tensor, op: Op, before: float, after: float, pro
             return [differentiable.all_reduce(how.begin(tensor), how.op, **_among(group))]
         return [ring.all_reduce(how.begin(tensor.detach()), how.op, wait=wait, group=group)]
 
-    return Operation("allreduce", process_set, operate, how.end)
+    return Operation("allreduce", process_set, how.call(op, [tensor]), [tensor], operate, how.end)
 
 
 def all_reduction_in_place(tensor: torch.Tensor, op: Op, before: float, after: float, process_set: Any) -> Operation:
@@ -139,16 +205,14 @@ def all_reduction_in_place(tensor: torch.Tensor, op: Op, before: float, after: f
     values = tensor.detach()
 
     def operate(wait: bool, group: Group | None) -> Sequence[Any]:
-        if before != 1.0:
-            values.copy_(how.begin(values))
-        return [ring.all_reduce(values, how.op, out=values, wait=wait, group=group)]
+        return [ring.all_reduce(how.begin(values), how.op, out=values, wait=wait, group=group)]
 
     def finish(result: torch.Tensor) -> torch.Tensor:
         if how.after != 1.0:
             values.copy_(how.end(result))
         return tensor
 
-    return Operation("allreduce", process_set, operate, finish)
+    return Operation("allreduce", process_set, how.call(op, [tensor]), [values], operate, finish)
 
 
 def grouped_reduction(
@@ -182,7 +246,8 @@ def grouped_reduction(
                 results[i] = hows[i].end(own.view(tensors[i].shape))
         return results
 
-    return Operation("grouped_allreduce", process_set, operate, finish)
+    call = hows[0].call(op, tensors) if hows else {}
+    return Operation("grouped_allreduce", process_set, call, tensors, operate, finish)
 
 
 def grouped_reduction_in_place(
@@ -207,7 +272,8 @@ def gathering(tensor: torch.Tensor, process_set: Any) -> Operation:
             return [differentiable.all_gather(_with_gradient_times(1 / size(process_set), tensor), **_among(group))]
         return [ring.all_gather(tensor.detach(), wait=wait, group=group)]
 
-    return Operation("allgather", process_set, operate, torch.as_tensor)
+    call = {"tensors": _described([tensor], rows_differ=True)}
+    return Operation("allgather", process_set, call, [tensor], operate, torch.as_tensor)
 
 
 def broadcasting(tensor: torch.Tensor, root: int, in_place: bool, process_set: Any) -> Operation:
@@ -223,7 +289,11 @@ def broadcasting(tensor: torch.Tensor, root: int, in_place: bool, process_set: A
             ]
         return [ring.broadcast(values, root, wait=wait, group=group)]
 
-    return Operation("broadcast", process_set, operate, lambda result: tensor if in_place else torch.as_tensor(result))
+    call = {"root": root, "tensors": _described([tensor])}
+    return Operation(
+        *("broadcast", process_set, call, [tensor.detach() if in_place else tensor], operate),
+        lambda result: tensor if in_place else torch.as_tensor(result),
+    )
 
 
 def exchange(tensor: torch.Tensor, splits: Any, process_set: Any) -> Operation:
@@ -245,7 +315,8 @@ def exchange(tensor: torch.Tensor, splits: Any, process_set: Any) -> Operation:
             ring.all_to_all(sent, wait=wait, group=group),
         ]
 
-    return Operation("alltoall", process_set, operate, lambda rows, received: (rows, received))
+    call = {"tensors": _described([tensor], rows_differ=True)}
+    return Operation("alltoall", process_set, call, [tensor], operate, lambda rows, received: (rows, received))
 
 
 def scattering(tensor: torch.Tensor, op: Op, before: float, after: float, process_set: Any) -> Operation:
@@ -264,7 +335,9 @@ def scattering(tensor: torch.Tensor, op: Op, before: float, after: float, proces
             ]
         return [ring.reduce_scatter(how.begin(tensor.detach()), how.op, wait=wait, group=group)]
 
-    return Operation("reducescatter", process_set, operate, how.end)
+    return Operation(
+        "reducescatter", process_set, how.call(op, [tensor]) | {"joins": False}, [tensor], operate, how.end
+    )
 
 
 def gathering_of_entries(tensor: torch.Tensor, reduction: Op, process_set: Any) -> Operation:
@@ -281,7 +354,8 @@ def gathering_of_entries(tensor: torch.Tensor, reduction: Op, process_set: Any) 
         values = values / size(process_set) if reduction is Average else values
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
 
-    return Operation("sparse_allreduce", process_set, operate, finish)
+    call = {"op": reduction.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+    return Operation("sparse_allreduce", process_set, call, [entries], operate, finish)
 
 
 def _among(group: Group | None) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""Named operations run once all ranks have called them, in whatever order each rank does.
+
+They have a group of their own, whose operations run in the order in which rank 0 has told of them (see
+core/control/named_calls.py). The first match makes the group, in a thread: scripts are at different places then.
+
+What other ranks call after one has joined is such an operation, too: it takes part with what `rebuild` makes of their
+call, zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ring_plugins.core.base.errors import MismatchError, RingError
+from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.collectives.api import Work
+from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls
+from ring_plugins.core.groups import Group
+from ring_plugins.core.job import World
+from ring_plugins.core.world import current
+
+#: Runs an operation in a group, and returns its results.
+Run = Callable[[Group], Sequence[Any]]
+
+_operations: weakref.WeakKeyDictionary[World, dict[tuple[int, ...], NamedOperations]] = weakref.WeakKeyDictionary()
+
+
+def all_have_joined() -> None:
+    """Number what ranks call after the next `hvd.join` from 1 again, on all ranks alike."""
+    for operations in _operations.get(current(), {}).values():
+        operations.numbers = itertools.count(1)
+
+
+def operations_of(ranks: Sequence[int], rebuild: Callable[[Any], Run | None]) -> NamedOperations | None:
+    """The named operations of some world ranks; None where nothing matches names.
+
+    Args:
+        ranks: of the members.
+        rebuild: makes this rank's part of an operation out of the others' call, if it has joined.
+    """
+    world = current()
+    if world.named_calls is None or len(ranks) == 1:
+        return None
+    of_world = _operations.setdefault(world, {})
+    if tuple(ranks) not in of_world:
+        of_world[tuple(ranks)] = NamedOperations(world, world.named_calls, tuple(ranks))
+    world.named_calls.on_joined_match = lambda match: of_world[match.ranks].take_part(match, rebuild)
+    return of_world[tuple(ranks)]
+
+
+class NamedWork:
+    """A `Work` that begins once all ranks have called its name.
+
+    Args:
+        calls, ranks: who has to.
+        description: of what.
+    """
+
+    def __init__(self, calls: NamedCalls, ranks: tuple[int, ...], description: str) -> None:
+        self.description = description
+        self._calls, self._ranks = calls, ranks
+        self._begun: Work[Sequence[Any]] | None = None
+        self._error: RingError | None = None
+
+    def begin(self, work: Work[Sequence[Any]]) -> None:
+        """Wait for this from now on."""
+        self._begun = work
+
+    def fail(self, error: RingError) -> None:
+        """Raise this in `wait`."""
+        self._error = error
+
+    def done(self) -> bool:
+        return self._error is not None or (self._begun is not None and self._begun.done())
+
+    def wait(self) -> Sequence[Any]:
+        if self._begun is None and self._error is None:
+            self._calls.wait(lambda: (self._begun or self._error) is not None, self._ranks, self.description)
+        if self._error is not None:
+            raise self._error
+        assert self._begun is not None
+        return self._begun.wait()
+
+
+class NamedOperations:
+    """Those of some ranks.
+
+    Args:
+        world, calls: of the job.
+        ranks: world ranks of the members.
+
+    Attributes:
+        numbers: for operations without a name that are called as if they had one.
+    """
+
+    def __init__(self, world: World, calls: NamedCalls, ranks: tuple[int, ...]) -> None:
+        self._world, self._calls, self._ranks = world, calls, ranks
+        self.numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        #: What has matched while the group is made; None once that is over.
+        self._waiting: list[tuple[NamedWork, Run]] | None = []
+
+    def start(self, name: str, call: dict[str, Any], run: Run) -> NamedWork:
+        """Call a name.
+
+        Args:
+            name: of the operation.
+            call: what all ranks have to call equally; its "kind" names it.
+            run: this rank's part.
+        """
+        work = NamedWork(self._calls, self._ranks, f"{call['kind']}(name={name!r})")
+        self._calls.begin(self._ranks, name, call, lambda match: self._match(match, work, run))
+        return work
+
+    def take_part(self, match: Match, rebuild: Callable[[Any], Run | None]) -> None:
+        """Take part in what others call, as a rank that has joined."""
+        called = [call for call in match.calls if call is not None]
+        if (run := rebuild(called[0])) is not None:
+            self._match(match, NamedWork(self._calls, self._ranks, f"{called[0]['kind']} after hvd.join"), run)
+
+    def _match(self, match: Match, work: NamedWork, run: Run) -> None:
+        if (error := _difference(match)) is not None:
+            work.fail(error)
+            return
+        with self._lock:
+            if self._waiting is None:
+                self._begin(work, run)
+                return
+            self._waiting.append((work, run))
+            is_first = len(self._waiting) == 1
+        if is_first:
+            HelperThread(self._make_group, "ring:named operations").start()
+
+    def _begin(self, work: NamedWork, run: Run) -> None:
+        group = self._group
+        assert group is not None
+        work.begin(group.communicator.start(work.description, lambda: run(group)))
+
+    def _make_group(self) -> None:
+        try:
+            ranks = [self._world.world_ranks.index(rank) for rank in self._ranks]
+            self._group = Group(ranks, purpose="named operations")
+        except RingError as error:
+            with self._lock:
+                for work, _ in self._waiting or ():
+                    work.fail(error)
+            return
+        with self._lock:
+            for work, run in self._waiting or ():
+                self._begin(work, run)
+            self._waiting = None
+
+
+def _difference(match: Match) -> RingError | None:
+    """Why an operation cannot be run, equal on all ranks that have called it."""
+    called = {rank: call for rank, call in zip(match.ranks, match.calls, strict=True) if call is not None}
+    joined = [rank for rank in match.ranks if rank not in called]
+    for rank, call in called.items():
+        if REFUSED in call:
+            return MismatchError(f"rank {rank} takes no part in the operation {match.name!r}: {call[REFUSED]}")
+    first = next(iter(called.values()))
+    if any(call != first for call in called.values()):
+        texts = ", ".join(f"rank {rank}: {_text(call)}" for rank, call in called.items())
+        return MismatchError(f"the ranks call the operation {match.name!r} differently ({texts}).")
+    if joined and not first.get("joins"):
+        return MismatchError(
+            f"{first['kind']} cannot take place since rank {joined[0]} is in hvd.join(), and has nothing to give. Only "
+            "sums and averages of allreduce go on, in which it counts as zeros."
+        )
+    return None
+
+
+def _text(call: dict[str, Any]) -> str:
+    details = ", ".join(f"{key}={value}" for key, value in call.items() if key not in ("kind", "joins"))
+    return f"{call['kind']}({details})"

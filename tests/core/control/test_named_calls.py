@@ -1,0 +1,78 @@
+"""Which names have been called by all, as rank 0 finds out; tests/horovod/test_named.py has real ranks."""
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.control.named_calls import NamedCalls, NameInUse
+
+
+class Channels:
+    """Those of some ranks; messages arrive at once."""
+
+    def __init__(self, size):
+        self.handlers = [{} for _ in range(size)]
+        self.calls = [NamedCalls(Channel(self, rank), None) for rank in range(size)]
+        self.matched = [[] for _ in range(size)]
+        for calls, matched in zip(self.calls, self.matched, strict=True):
+            calls.on_joined_match = lambda match, matched=matched: matched.append(("joined", match.name))
+
+    def begin(self, rank, name, ranks=(0, 1, 2), value=1):
+        def note(match):
+            self.matched[rank].append((name, [call and call.get("value") for call in match.calls]))
+
+        self.calls[rank].begin(ranks, name, {"value": value}, note)
+
+
+class Channel:
+    def __init__(self, all_channels, rank):
+        self.all, self.rank = all_channels, rank
+
+    def on(self, kind, handler, at_once):
+        assert at_once
+        self.all.handlers[self.rank][kind] = handler
+
+    def tell(self, rank, kind, body):
+        self.all.handlers[rank][kind](self.rank, body)
+
+
+def test_a_name_is_told_once_all_have_called_it_in_one_order_on_all():
+    channels = Channels(3)
+    for rank, names in enumerate(("ab", "ba", "ba")):
+        for name in names:
+            channels.begin(rank, name, value=rank)
+    assert channels.matched == [[("b", [0, 1, 2]), ("a", [0, 1, 2])]] * 3
+    channels.begin(1, "a")  # a name that is over may be called again
+
+
+def test_a_name_that_waits_for_others_is_not_called_again():
+    channels = Channels(2)
+    channels.begin(0, "a", (0, 1))
+    with pytest.raises(NameInUse, match="name='a' is in use"):
+        channels.begin(0, "a", (0, 1))
+    channels.begin(0, "a", (0,))  # of other ranks
+    assert channels.matched == [[("a", [1])], []]
+
+
+def test_a_refused_call_is_told_to_the_others_and_the_next_one_matches_their_next():
+    channels = Channels(2)
+    channels.calls[0].refuse((0, 1), "a", ArgumentError("no"))
+    channels.calls[0].refuse((0, 1), "a", NameInUse("told to nobody"))
+    channels.begin(0, "a", (0, 1), "next")
+    channels.begin(1, "a", (0, 1), "first")
+    assert channels.matched == [[], [("a", [None, "first"])]]
+    channels.begin(1, "a", (0, 1), "second")
+    assert channels.matched[0] == [("a", ["next", "second"])]
+
+
+def test_a_rank_that_has_joined_counts_as_one_that_calls_until_all_have():
+    channels = Channels(3)
+    channels.begin(0, "a")
+    channels.calls[1].join((0, 1, 2))
+    channels.begin(2, "a")
+    assert channels.matched == [[("a", [1, None, 1])], [("joined", "a")], [("a", [1, None, 1])]]
+    channels.calls[2].join((0, 1, 2))
+    channels.calls[0].join((0, 1, 2))
+    assert [calls._all_joined for calls in channels.calls] == [{(0, 1, 2): 0}] * 3
+    for rank in range(2):
+        channels.begin(rank, "b")
+    assert not any(("b", [1, 1, None]) in matched for matched in channels.matched), "rank 2 has to call again"

@@ -1,0 +1,108 @@
+"""Operations that match by their names, and what goes on while a rank is in `hvd.join`, on real ranks."""
+
+import re
+
+import pytest
+
+from ring_plugins.core.control.named_calls import Match
+from ring_plugins.horovod.named import _difference
+from tests.launch import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([{"kind": "allreduce", "op": "SUM"}] * 2, None),
+        (
+            [{"kind": "allreduce", "op": "SUM"}, {"kind": "allreduce", "op": "MAX"}],
+            r"rank 0: allreduce\(op=SUM\), rank 3",
+        ),
+        ([{"kind": "allreduce"}, {"refused": "ArgumentError: no"}], "rank 3 takes no part .*: ArgumentError: no"),
+        ([{"kind": "allgather"}, None], r"since rank 3 is in hvd.join\(\)"),
+        ([{"kind": "allreduce", "joins": True}, None], None),
+    ],
+)
+def test_why_an_operation_cannot_take_place(calls, said):
+    error = _difference(Match((0, 3), "x", calls))
+    assert (error is None) == (said is None)
+    assert said is None or re.search(said, str(error))
+
+
+SCRIPT = """
+import torch
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=2)
+import ring_plugins.horovod.torch as hvd
+
+hvd.init()
+rank = hvd.rank()
+
+# Any order
+names = ["a", "b", "c"][:: 1 - 2 * rank]
+handles = {name: hvd.allreduce_async(torch.tensor([ord(name) - 97.0]), name=name, op=hvd.Sum) for name in names}
+handles["gathered"] = hvd.allgather_async(torch.full((rank,), 5), name="g")
+in_place = torch.ones(2)
+if rank:
+    handles["blocking"] = hvd.allreduce_async_(in_place, name="one waits", op=hvd.Sum, prescale_factor=2.0)
+else:
+    hvd.allreduce_(in_place, name="one waits", op=hvd.Sum, prescale_factor=2.0)
+report("any order", [hvd.synchronize(handles[name]).tolist() for name in ("a", "b", "c", "gathered")])
+report("in place", [hvd.synchronize(handles["blocking"]).tolist() if rank else in_place.tolist(), in_place.tolist()])
+
+# Errors concern the operation alone
+refused = []
+def refuse(function):
+    try:
+        function()
+    except ring.RingError as error:
+        refused.append([type(error).__name__, str(error)])
+if rank == 0:
+    first = hvd.allreduce_async(torch.ones(1), name="twice")
+    refuse(lambda: hvd.allreduce_async(torch.ones(1), name="twice"))
+hvd.barrier()
+if rank == 1:
+    refused.append([])
+    first = hvd.allreduce_async(torch.ones(1), name="twice")
+hvd.barrier()
+refuse(lambda: hvd.allreduce(torch.ones(1 + rank), name="x"))
+refuse(lambda: hvd.allreduce(torch.ones(1) if rank else 1.5, name="x"))
+report("refused", refused)
+report("next", [hvd.allreduce(torch.ones(1), name="x").tolist(), hvd.synchronize(first).tolist()])
+
+# Ranks that have joined count as zeros
+last, refused = [], []
+for first in range(2):
+    if rank != first:
+        found = [
+            hvd.allreduce(torch.tensor([6, -3])), hvd.allreduce(torch.ones(1), name="q"),
+            *hvd.grouped_allreduce([torch.ones(1), torch.tensor([3])], op=hvd.Sum),
+            hvd.allreduce_(torch.ones(2), op=hvd.Sum, prescale_factor=3.0),
+            hvd.allreduce(torch.tensor([5.0]), postscale_factor=2.0),
+        ]
+        refuse(lambda: hvd.allgather(torch.ones(1)))
+        refuse(lambda: hvd.broadcast(torch.ones(1), rank, name="b"))
+        refuse(lambda: hvd.allreduce(torch.ones(1), op=hvd.Max))
+    last.append(hvd.join())
+report("zeros", [one.tolist() for one in found])
+report("not while joined", refused)
+report("last", last)
+report("after", hvd.allreduce(torch.tensor([1.0 + rank])))
+"""
+
+
+def test_named_operations_and_join():
+    result = run_ranks(SCRIPT, 2)
+    for rank in range(2):
+        assert result.values("any order")[rank] == [[0], [2], [4], [5]]
+        assert result.values("in place")[rank] == [[4, 4], [4, 4]]
+        assert result.values("next")[rank] == [[1], [1]]
+        assert result.values("zeros")[rank] == [[3, -1], [0.5], [1], [3], [3, 3], [5]]
+        texts = [text for _, text in result.values("not while joined")[rank]]
+        assert len(texts) == 3 and all(f"since rank {1 - rank} is in hvd.join()" in text for text in texts)
+        assert result.values("last")[rank] == [1, 0]
+        assert result.values("after")[rank] == [1.5]
+    by_rank = result.values("refused")
+    assert by_rank[0][0][0] == "NameInUse" and by_rank[0][2][0] == "ArgumentError"
+    assert [by_rank[rank][1][0] for rank in range(2)] == ["MismatchError"] * 2 and "differently" in by_rank[0][1][1]
+    assert "rank 0 takes no part in the operation 'x': ArgumentError" in by_rank[1][2][1]
