@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from ring_plugins.keras.averaging import DistributedOptimizer, communication_of, undistribute
-from ring_plugins.keras.batch_norm import synchronize_batch_norm
+from ring_plugins.keras.batch_norm import SyncBatchNormalization, synchronize_batch_norm
 from ring_plugins.keras.broadcast import BroadcastCallback, broadcast_variables
 from ring_plugins.keras.joining import TrainingState
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -33,6 +33,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "SyncBatchNormalization",
     "TimelineCallback",
     "TrainingState",
     "broadcast_variables",

@@ -22,7 +22,6 @@ averaging in `train_step` (which would miss optimizers that a user's own step ca
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import operator
 import weakref
@@ -34,10 +33,11 @@ import keras
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.core.collectives.validation import rejections_told
+from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
 from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSizes
 from ring_plugins.core.gradients.trials import chosen_overlap
-from ring_plugins.core.world import announce_training, constructed_by_all, current
+from ring_plugins.core.groups import Group
+from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.backends import Exchange, Settings, Statistics, backend
 from ring_plugins.keras.buckets import call_weakly
 from ring_plugins.keras.consistency import (
@@ -49,12 +49,12 @@ from ring_plugins.keras.consistency import (
     options_of,
     updating_optimizers,
 )
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import members
 from ring_plugins.keras.patches import Patch
 from ring_plugins.keras.running_fit import AVERAGING, watch_fit
 from ring_plugins.keras.sharded_optimizer import check_shardable, sharded
 from ring_plugins.keras.slices import describe_gradient
-from ring_plugins.keras.state import optimizers_of
+from ring_plugins.keras.state import forget_compiled_steps, optimizers_of
 from ring_plugins.keras.validation import warn_of_gpu_copies
 
 #: Smaller than the core's: larger reductions cost as much per byte, and typical models fill enough of these to overlap.
@@ -75,11 +75,12 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     error_feedback: bool = False,
     overlap: bool | Literal["auto"] = "auto",
     shard_optimizer: bool = False,
+    group: Group | None = None,
 ) -> O:
     """Make an optimizer average its gradients among all ranks before it uses them.
 
     For custom training loops (`GradientTape`, `train_step` overrides, several optimizers); `BroadcastCallback` does it
-    automatically. All ranks call it in the same order. `undistribute` reverts it.
+    automatically. All ranks, or those of the group, call it in the same order. `undistribute` reverts it.
 
     Args:
         optimizer: any Keras optimizer; for mixed precision the outermost one, a `LossScaleOptimizer`.
@@ -92,28 +93,30 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
             variables, such as Adam's momentum and velocity. All ranks then save together; see
             docs/sharded_optimizer.md.
+        group: the ranks that average, all by default.
 
     Returns:
         The same object, with `apply` and `stateless_apply` replaced. Its class does not change, so files saved with it
         load without this package.
 
     Raises:
-        ArgumentError: `optimizer` is not a Keras optimizer, or cannot be sharded, or `compression` is unknown, or a
-            `tf.function` of the script has updated with it already, which would never average.
+        ArgumentError: `optimizer` is not a Keras optimizer, or cannot be sharded, `compression` is unknown, this rank
+            is not in `group`, or a `tf.function` of the script has updated already, which would never average.
         MismatchError: the variables differ among ranks; raised at the first use.
     """
-    with constructed_by_all("the construction of a DistributedOptimizer"):
+    ranks = members(group).communicator
+    with on_all_or_none(ranks, "the construction of a DistributedOptimizer"):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a keras.optimizers.Optimizer.")
         if shard_optimizer:
             check_shardable(optimizer)
         averaging = averaging_of(optimizer)
-        if averaging is not None and shard_optimizer and averaging.sharded is None:
-            raise not_sharded(optimizer)
-        if connect().topology.size > 1 and averaging is None:
+        if averaging is not None:
+            averaging.check_fits(shard_optimizer, group)
+        if ranks.size > 1 and averaging is None:
             options = bucket_bytes, compression, error_feedback, overlap
-            averaging = GradientAveraging(optimizer, *options, shard_optimizer=shard_optimizer)
-            _forget_compiled_steps(optimizer)
+            averaging = GradientAveraging(optimizer, *options, shard_optimizer, group)
+            forget_compiled_steps(optimizer)
             if optimizer.built:
                 backend().forget_traces(optimizer)
             averaging.install()
@@ -128,21 +131,8 @@ def undistribute(optimizer: O) -> O:
         if averaging.sharded is not None:
             averaging.sharded.restore()
         averaging.remove()
-        _forget_compiled_steps(optimizer)
+        forget_compiled_steps(optimizer)
     return optimizer
-
-
-def _forget_compiled_steps(optimizer: Any) -> None:
-    """Let models that have trained with an optimizer compile their next step anew.
-
-    A compiled step, of an earlier `fit` or `train_on_batch`, holds the update as it was when it was traced. An
-    optimizer does not know its models, so they are looked for, which takes some 0.1 s, if it has made an update.
-    """
-    if not optimizer.built:
-        return
-    for model in [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]:
-        if optimizer in optimizers_of(model) and getattr(model, "train_function", None) is not None:
-            model.train_function = None
 
 
 class GradientAveraging:
@@ -152,7 +142,7 @@ class GradientAveraging:
         optimizer: the outermost optimizer (a `LossScaleOptimizer`, not the one inside it), so that all ranks skip a
             step in which any rank's gradient overflowed.
         bucket_bytes: size of the buckets in bytes.
-        compression, error_feedback, overlap, shard_optimizer: as for `DistributedOptimizer`.
+        compression, error_feedback, overlap, shard_optimizer, group: as for `DistributedOptimizer`.
 
     Attributes:
         settings: settings of the exchange.
@@ -160,6 +150,7 @@ class GradientAveraging:
         checks: what passes compare among the ranks.
         starts_equal: whether the ranks' weights are known to have been equal, so that parts of them fit together.
         sharded: divides the optimizer among the ranks; None if each has all of it.
+        ranks: the communicator of those that average, which others use too.
     """
 
     def __init__(
@@ -170,6 +161,7 @@ class GradientAveraging:
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,
+        group: Group | None = None,
     ) -> None:
         sizes = BucketSizes(bucket_bytes).checked()
         self.optimizer = optimizer
@@ -184,19 +176,31 @@ class GradientAveraging:
             overlap,
             call_weakly(self.rate),
             self.checks,
+            group,
         )
         chosen_overlap(overlap)  # raises now if it is none of the choices
         self.settings.rounding  # noqa: B018 - raises now if `compression` is unknown
-        topology = connect().topology
-        if topology.size > 1:
-            warn_of_gpu_copies(topology.rank, compression is not None)
+        self.ranks = members(group).communicator
+        if self.ranks.size > 1:
+            warn_of_gpu_copies(self.ranks.rank, compression is not None)
         self._variables: list[Any] = []
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
         self._patch: Patch | None = None
         self._is_averaged = False  # while `stateless_apply` calls `apply`
-        self.sharded = sharded(optimizer, shard_optimizer)
+        self.sharded = sharded(optimizer, shard_optimizer, group)
         self._is_watched = False  # whether `fit`, if it calls this, tells the other ranks of an exception
+
+    def check_fits(self, shards: bool, group: Group | None) -> None:
+        """Raise ArgumentError if a `DistributedOptimizer` was made without what is wanted now."""
+        differs = "shard_optimizer=True" if shards and self.sharded is None else ""
+        if members(group).communicator.ranks != self.ranks.ranks:
+            differs = "this group, but averages in the " + (self.settings.group.name if self.settings.group else "job")
+        if differs:
+            raise ArgumentError(
+                f"this {type(self.optimizer).__name__} was passed to DistributedOptimizer without {differs}. Pass it "
+                "there, or call undistribute(optimizer) before."
+            )
 
     @property
     def statistics(self) -> Statistics:
@@ -253,12 +257,12 @@ class GradientAveraging:
         if self.exchange is not None:
             return
         if self.sharded is not None:
-            with constructed_by_all(f"sharding the optimizer of {self.settings.name}"):
+            with on_all_or_none(self.ranks, f"sharding the optimizer of {self.settings.name}"):
                 self.sharded.share(variables)
         self.checks.begin_anew()
         self._variables = list(variables)
         self._indices, self._dtypes = {id(variable): i for i, variable in enumerate(variables)}, {}
-        with constructed_by_all(f"preparing {self.settings.name}"):
+        with on_all_or_none(self.ranks, f"preparing {self.settings.name}"):
             entries = [describe_gradient(i, variable) for i, variable in enumerate(variables)]
             self.exchange = backend().Exchange(variables, entries, self.settings)
             with backend().at_once():
@@ -429,14 +433,6 @@ def averaging_of(optimizer: Any) -> GradientAveraging | None:
 def averagings_of(model: Any) -> list[GradientAveraging]:
     """Those of a model's optimizers."""
     return list(filter(None, map(averaging_of, optimizers_of(model))))
-
-
-def not_sharded(optimizer: Any) -> ArgumentError:
-    """The error for an optimizer that is to be sharded, and averages already."""
-    return ArgumentError(
-        f"this {type(optimizer).__name__} was passed to DistributedOptimizer without shard_optimizer=True. Pass it "
-        "there, or call undistribute(optimizer) before."
-    )
 
 
 def communication_of(model: keras.Model) -> tuple[float, int]:

@@ -12,6 +12,7 @@ The layers' own `synchronized=True` does this on TensorFlow only, and only under
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,14 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.groups import Group
+from ring_plugins.core.job import World
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.patches import Patch, replaced
 
 
-def synchronize_batch_norm(model: keras.Model) -> Any:
+def synchronize_batch_norm(model: keras.Model, *, group: Group | None = None) -> Any:
     """Make all `BatchNormalization` layers use mean and variance of all ranks' batches in training.
 
     For custom training loops; `BroadcastCallback(synchronized_batch_norm=True)` does it while `fit` runs. All ranks
@@ -36,12 +39,52 @@ def synchronize_batch_norm(model: keras.Model) -> Any:
 
     Args:
         model: a Keras model.
+        group: the ranks whose batches count, all by default.
 
     Returns:
         The same model.
     """
-    SynchronizedBatchNorm(model, every=True).install()
+    SynchronizedBatchNorm(model, every=True, group=group).install()
     return model
+
+
+@keras.saving.register_keras_serializable("ring_plugins")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """A `BatchNormalization` that uses mean and variance of all ranks' batches in training.
+
+    For models that contain it by name; `BroadcastCallback(synchronized_batch_norm=True)` does the same with layers of
+    Keras, whose saved files do not need this package. All ranks call their layers in the same order.
+
+    Args:
+        options: as for `keras.layers.BatchNormalization`.
+
+    Raises:
+        ArgumentError: in training, the step is compiled by XLA on TensorFlow, or the job goes on when ranks are lost.
+    """
+
+    #: Keras's default, jit_compile="auto", heeds this, and would set it.
+    supports_jit = property(lambda _: False, lambda _, value: None)
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        world = connect()
+        if world.topology.size == 1:
+            return _moments_here(self, inputs, mask)
+        world.refuse_to_recover(_WHAT)
+        if world not in _shared:
+            _shared[world] = BatchMoments(world.new_communicator("batch normalization"))
+        return _combined_moments(self, functools.partial(_moments_here, self), _shared[world], inputs, mask)
+
+
+#: Of the layers that synchronize by themselves.
+_shared: weakref.WeakKeyDictionary[World, BatchMoments] = weakref.WeakKeyDictionary()
+_WHAT = "Batch normalization over the batches of all ranks"
+
+
+def _moments_here(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    """The moments of this rank's own batch."""
+    with replaced(layer, synchronized=False):
+        found: tuple[Any, Any] = keras.layers.BatchNormalization._moments(layer, inputs, mask)
+    return found
 
 
 class SynchronizedBatchNorm:
@@ -51,33 +94,38 @@ class SynchronizedBatchNorm:
 
     Args:
         model: a Keras model.
-        every: whether to include all layers, or only those made with `BatchNormalization(synchronized=True)`.
+        every: whether to include all layers; None for those made with `BatchNormalization(synchronized=True)`. Those of
+            `SyncBatchNormalization` are always included.
+        group: the ranks whose batches count, all by default.
     """
 
+    _communicator: Communicator | None
     _METHOD = "_moments"  # Keras 3.15.1, layers/normalization/batch_normalization.py:437
 
-    def __init__(self, model: Any, every: bool) -> None:
+    def __init__(self, model: Any, every: bool | None, group: Group | None = None) -> None:
         self._layers = [
             layer
             for layer in model._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization)
-            and (every or layer.synchronized)
+            and (every or (every is None and layer.synchronized) or isinstance(layer, SyncBatchNormalization))
             and self._METHOD not in vars(layer)
         ]
-        self._communicator: Communicator | None = None
+        self._group, self._communicator = group, None
         self._patches: list[Patch] = []
 
     def install(self) -> None:
         """Replace the methods. Collective."""
-        world = connect()
-        if world.topology.size == 1 or not self._layers:
+        ranks = members(self._group)
+        if ranks.communicator.size == 1 or not self._layers:
             return
-        world.refuse_to_recover("Batch normalization over the batches of all ranks")
+        connect().refuse_to_recover(_WHAT)
         # One communicator serves all layers, since every rank runs them in the same order.
-        self._communicator = world.new_communicator("batch normalization")
+        self._communicator = ranks.new_communicator("batch normalization")
         moments = BatchMoments(self._communicator)
         for layer in self._layers:
-            combined = functools.partial(_combined_moments, layer, getattr(layer, self._METHOD), moments)
+            is_ours = isinstance(layer, SyncBatchNormalization)
+            own = functools.partial(_moments_here, layer) if is_ours else getattr(layer, self._METHOD)
+            combined = functools.partial(_combined_moments, layer, own, moments)
             self._patches.append(Patch(layer, **{self._METHOD: combined}))
 
     def remove(self) -> None:
@@ -128,6 +176,7 @@ class BatchMoments:
         memories = HostMemory(mine, "float64"), HostMemory(gathered, "float64")
         self._wait(lambda: self._communicator.all_gather(*memories, [mine.size] * size))
         table = gathered.reshape(size, -1)
+        table[table[:, 0] == 0] = 0  # a rank without values has NaN as their mean
         shares = table[:, :1] / (table[:, 0].sum() or 1.0)
         means, variances = np.split(table[:, 1:], 2, axis=1)
         mean = (shares * means).sum(0)

@@ -10,10 +10,11 @@ from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
+from ring_plugins.core.groups import Group
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.averaging import BUCKET_BYTES, averagings_of
 from ring_plugins.keras.consistency import updating_optimizers
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.learning_rate import warn_of_steps
 from ring_plugins.keras.rates import forget_last_rate
 from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, enclosing_list
@@ -26,29 +27,30 @@ from ring_plugins.keras.writers import HeldWriter, arrange, check_formats, saves
 from ring_plugins.observe.consistency import chosen_interval
 
 
-def broadcast_variables(model: keras.Model, root_rank: int = 0) -> None:
+def broadcast_variables(model: keras.Model, root_rank: int | None = None, *, group: Group | None = None) -> None:
     """Broadcast a model's state, as `BroadcastCallback` does, for custom training loops. Collective.
 
     Args:
         model: a built model; its compiled optimizer, and optimizers that are its attributes, are included.
-        root_rank: the rank whose state all ranks get.
+        root_rank: the rank of the job whose state all ranks get, by default the first.
+        group: the ranks that get it, all by default. Only they call this.
 
     Raises:
-        ArgumentError: the model is not built, or `root_rank` is not a rank.
+        ArgumentError: the model is not built, `root_rank` is not a rank, or not one of the group, or this one is not.
         MismatchError: the models differ among ranks.
     """
-    world = connect()
-    with on_all_or_none(world.communicator, "broadcast_variables"):
-        check_root(root_rank, world)
-        if world.topology.size > 1:
+    ranks = members(group).communicator
+    with on_all_or_none(ranks, "broadcast_variables"):
+        root = Root(check_root(root_rank, group))
+        if ranks.size > 1:
             check_built(model)
             for optimizer in optimizers_of(model):
                 readmit(optimizer)
             build_optimizer(model)
             for averaging in averagings_of(model):
                 if averaging.sharded is not None and averaging.optimizer.built:
-                    averaging.sharded.share(averaging.variables, root_rank)
-            broadcast_state(model, Root(root_rank), world.communicator)
+                    averaging.sharded.share(averaging.variables, root.rank_in(ranks))
+            broadcast_state(model, root, ranks)
 
 
 class BroadcastCallback(keras.callbacks.Callback):
@@ -65,8 +67,8 @@ class BroadcastCallback(keras.callbacks.Callback):
     The callback moves itself to the end of the list, after callbacks that restore a state or decide to stop.
 
     Args:
-        root_rank: the rank that broadcasts its state and writes files. If it is lost and the job goes on, the lowest
-            rank that is left does so.
+        root_rank: the rank of the job that broadcasts its state and writes files, by default the first. If it is lost
+            and the job goes on, the lowest rank that is left does so.
         average_gradients: False only broadcasts, so the weights of the ranks will diverge.
         moving_statistics: "average" makes the non-trainable weights (moving means and variances of
             BatchNormalization) equal by averaging them before each validation and at the end of each epoch; "local"
@@ -85,6 +87,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             ranks' optimizers have none until the next `fit`; see docs/sharded_optimizer.md.
         drift_check_every: batches after which the trainable weights of all ranks are compared; 0 for never,
             RING_DRIFT_CHECK by default.
+        group: the ranks that train together, all by default. Others train something else, or pass a group of their own;
+            each group writes its own files, so give these paths of their own.
 
     With one rank it does nothing. All ranks must pass the same arguments and take the same number of steps.
 
@@ -98,7 +102,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        root_rank: int = 0,
+        root_rank: int | None = None,
         *,
         average_gradients: bool = True,
         moving_statistics: Literal["average", "local"] = "average",
@@ -110,6 +114,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,
         drift_check_every: int | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         if moving_statistics not in ("average", "local"):
@@ -128,6 +133,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.overlap: Wanted = overlap
         self.shard_optimizer = shard_optimizer
         self.drift_check_every = chosen_interval(drift_check_every)
+        self.group = group
         self._first = _First(self)
         self._saves_weights = False
         self._writers: list[HeldWriter] = []
@@ -136,15 +142,14 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     #: Tells `expect_broadcast` and `watch_fit` not to add callbacks that compare weights, and that tell other ranks of
     #: an exception that ends `fit`.
-    compares_weights = tells_interruptions = True
+    compares_weights = tells_interruptions = trains_group = True
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        world = connect()
-        check_root(self.root_rank, world)
+        self.ranks = members(self.group)
         callbacks = enclosing_list(self)
-        self._root, self._writers = Root(self.root_rank), []
-        if callbacks is not None and world.topology.size > 1:
+        self._root, self._writers = Root(check_root(self.root_rank, self.group)), []
+        if callbacks is not None and self.ranks.communicator.size > 1:
             self._saves_weights = saves_weights(callbacks)
             self._first.set_model(model)
             saves_together = self.shard_optimizer or any(averaging.sharded for averaging in averagings_of(model))
@@ -156,7 +161,7 @@ class BroadcastCallback(keras.callbacks.Callback):
                 self,
                 self._root.is_here,
                 self.write_on_root_only,
-                world.recovers,
+                connect().recovers,
                 saves_together,
             )
 
@@ -166,7 +171,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             forget_last_rate(optimizer)
         for fit in fits_of(self.model):  # an exception that the script keeps may keep an interrupted one alive
             fit.abandon()
-        if connect().topology.size > 1:
+        if self.ranks.communicator.size > 1:
             self._fit = SynchronizedFit(self, self._root, self._writers, self._saves_weights)
             self._fit.begin(call_when_over(self, self._fit.abandon))
             self._epoch = self._fit.joined_after

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current, init, is_initialized
 
@@ -34,6 +35,17 @@ def connect() -> World:
         init()
     _install_excepthook()
     return current()
+
+
+def members(group: Group | None) -> World | Group:
+    """What has the communicators of a group, or of all ranks, after `connect`.
+
+    Raises:
+        ArgumentError: `group` is not a group, or this rank is not in it.
+    """
+    world = connect()
+    communicator_of(group)
+    return world if group is None else group
 
 
 def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:

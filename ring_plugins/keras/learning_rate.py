@@ -17,11 +17,12 @@ import keras
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.functions import was_size_asked
+from ring_plugins.core.groups import Group
 from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.rates import Rate, has_schedule, known_rate_of, multiply_schedule, rate_of, stop_multiplying
-from ring_plugins.keras.running_fit import call_when_over, expect_broadcast
+from ring_plugins.keras.running_fit import call_when_over, expect_broadcast, group_of
 from ring_plugins.keras.state import innermost
 
 Scaling = Literal["linear", "sqrt", "none"]
@@ -36,6 +37,7 @@ class _RateCallback(keras.callbacks.Callback):
         initial_learning_rate: float | None,
         momentum_correction: bool,
         scaling: Scaling,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         if steps_per_epoch is not None and (not is_number(steps_per_epoch) or steps_per_epoch < 1):
@@ -50,6 +52,7 @@ class _RateCallback(keras.callbacks.Callback):
         self.initial_learning_rate = initial_learning_rate
         self.momentum_correction = momentum_correction
         self.scaling = scaling
+        self.group = self._group = group
         self._rate: Rate | None = None  # None if a schedule computes it
         self._scheduled: Any = None  # the optimizer whose schedule this callback multiplies
         self._epoch = 0
@@ -93,7 +96,7 @@ class _RateCallback(keras.callbacks.Callback):
             rate.end_fit(is_late=True)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        connect()
+        self._group = group_of(self)
         expect_broadcast(self)
         self._undo()  # an earlier fit may have been interrupted
         self._started = False
@@ -101,6 +104,13 @@ class _RateCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._undo()
+
+    def _ranks(self) -> tuple[int, int]:
+        """This rank's number among those that train together, and how many these are."""
+        if self._group is not None:
+            return self._group.communicator.rank, self._group.size
+        topology = connect().topology
+        return topology.rank, topology.size
 
     def _undo(self) -> None:
         """Leave a scheduled rate as the schedule computes it, and one that is a number as it is for one process."""
@@ -123,7 +133,7 @@ class _RateCallback(keras.callbacks.Callback):
 
     def _start(self, optimizer: Any) -> None:
         """Find or create the optimizer's rate, when the number of the first epoch is known."""
-        self._rate, self._size = None, connect().topology.size
+        (_, self._size), self._rate = self._ranks(), None
         if has_schedule(optimizer):
             self._scheduled = optimizer
             self._multiply(0)
@@ -155,7 +165,7 @@ class _RateCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if batch == 0 and self._rate is not None:
             self._rate.follow(self._optimizer)
-        before, self._size = self._size, connect().topology.size
+        before, (_, self._size) = self._size, self._ranks()
         is_due = False
         if before != self._size:
             if self._scheduled is not None:
@@ -199,6 +209,7 @@ class LearningRateWarmupCallback(_RateCallback):
         verbose: 1 prints on rank 0 when warm-up is over.
         scaling: "linear", or "sqrt" for the square root of the number of ranks.
         initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
+        group: the ranks that train together, by default those of the `BroadcastCallback` in the same `fit`, or all.
 
     Raises:
         ArgumentError: an argument is invalid, or the number of steps is unknown.
@@ -213,8 +224,9 @@ class LearningRateWarmupCallback(_RateCallback):
         *,
         scaling: Scaling = "linear",
         initial_learning_rate: float | None = None,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling)
+        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling, group)
         if not is_factor(warmup_epochs):
             raise ArgumentError(f"warmup_epochs={warmup_epochs!r} is not a number of epochs, 0 or more.")
         self.warmup_epochs, self.verbose = warmup_epochs, verbose
@@ -229,7 +241,7 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def _multipliers(self) -> tuple[float, float]:
         """The multipliers of the base at the first step and after warm-up; Horovod's callback has others."""
-        return 1.0, scale_for(self.scaling, connect().topology.size)
+        return 1.0, scale_for(self.scaling, self._ranks()[1])
 
     def _multiplier(self, epoch: float) -> float | None:
         first, full = self._multipliers()
@@ -249,23 +261,23 @@ class LearningRateWarmupCallback(_RateCallback):
             self._rate.scale = full
             if self._is_over:  # others may have set the rate since
                 self._rate.set(self._optimizer, factor, self.momentum_correction, of_base=False)
-        if connect().topology.rank == 0 and factor != 1.0:
+        if self._ranks()[0] == 0 and factor != 1.0:
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
             logger.info(f"learning rate after warm-up: {factor:.3g} times what it was, for {ranks}")
         return False
 
     def _say_rate(self) -> None:
         """Print the rate after warm-up on rank 0, once; warn if the script may have multiplied it too."""
-        topology, (lowest, highest), was_read = connect().topology, self._multipliers(), None
+        (rank, size), (lowest, highest), was_read = self._ranks(), self._multipliers(), None
         if self._rate is not None:
             was_read, self._rate.was_read = self._rate.was_read, None
-        if topology.rank != 0 or lowest == highest or (self._has_said_rate and was_read is None):
+        if rank != 0 or lowest == highest or (self._has_said_rate and was_read is None):
             return
         self._has_said_rate = True
         one, all_ranks = "the schedule's", f"{highest:g} times that"
         if self._rate is not None:
             one, all_ranks = f"{self._rate.base * lowest:g}", f"{self._rate.base * highest:g}"
-        text = f"learning rate: {one} for one process, {all_ranks} for {topology.size} ranks after warm-up"
+        text = f"learning rate: {one} for one process, {all_ranks} for {size} ranks after warm-up"
         if self._is_restored:
             logger.warning(
                 f"{text}. The optimizer has made updates before: if a callback wrote its variables during fit() by "
@@ -295,7 +307,7 @@ class LearningRateWarmupCallback(_RateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch + 1 >= self.warmup_epochs > epoch and connect().topology.rank == 0:
+        if self.verbose and epoch + 1 >= self.warmup_epochs > epoch and self._ranks()[0] == 0:
             print(f"\nEpoch {epoch + 1}: learning rate warm-up is over.")
 
 
@@ -312,6 +324,7 @@ class LearningRateScheduleCallback(_RateCallback):
         steps_per_epoch: required if Keras does not know it.
         scaling: how the rate grows with the number of ranks if there is no warm-up: "linear", "sqrt", "none".
         initial_learning_rate: the rate for one process, if the optimizer was compiled with another.
+        group: the ranks that train together, by default those of the `BroadcastCallback` in the same `fit`, or all.
 
     Raises:
         ArgumentError: an argument is invalid, or the number of steps is required and unknown.
@@ -328,8 +341,9 @@ class LearningRateScheduleCallback(_RateCallback):
         *,
         scaling: Scaling = "none",
         initial_learning_rate: float | None = None,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling)
+        super().__init__(steps_per_epoch, initial_learning_rate, momentum_correction, scaling, group)
         if not callable(multiplier) and not is_factor(multiplier):
             raise ArgumentError(
                 f"multiplier={multiplier!r} is neither a number nor a function: pass a factor of the rate, or a "
@@ -357,7 +371,7 @@ class LearningRateScheduleCallback(_RateCallback):
                 "rate can be multiplied by."
             )
         scale = self._warm_up()
-        return own * (scale if scale != 1.0 else scale_for(self.scaling, connect().topology.size))
+        return own * (scale if scale != 1.0 else scale_for(self.scaling, self._ranks()[1]))
 
     def _sets_at(self, batch: int) -> bool:
         return batch == 0 or not self.staircase

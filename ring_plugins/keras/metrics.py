@@ -24,11 +24,12 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.groups import Group
 from ring_plugins.keras.averaging import make_train_function
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.metric_trials import Trial, copied
 from ring_plugins.keras.patches import Patch, replaced
-from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, expect_broadcast
+from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, expect_broadcast, group_of
 from ring_plugins.keras.state import value_of
 from ring_plugins.keras.synchronized_fit import fits_of
 from ring_plugins.keras.validation import check_equal
@@ -52,6 +53,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         averaged: names of other metrics whose results should be averaged.
+        group: the ranks whose data counts, by default those of the `BroadcastCallback` in the same `fit`, or all.
 
     All ranks must call `fit` and `evaluate`.
 
@@ -60,8 +62,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         MismatchError: some ranks have validation data and others have none.
     """
 
-    def __init__(self, averaged: Sequence[str] = ()) -> None:
+    def __init__(self, averaged: Sequence[str] = (), *, group: Group | None = None) -> None:
         super().__init__()
+        self.group = group
         if isinstance(averaged, str) or not all(isinstance(name, str) for name in averaged):
             raise ArgumentError(f"averaged={averaged!r} must be a list of names of metrics.")
         self.averaged = tuple(averaged)
@@ -113,11 +116,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _enter(self) -> bool:
         """Begin to read metrics; returns whether to trace the step anew, with metrics that have yet to be tried."""
         self._depth += 1
-        world = connect()
-        if self._depth > 1 or world.topology.size == 1:
+        ranks = members(group_of(self))
+        if self._depth > 1 or ranks.communicator.size == 1:
             return False
         self._over = call_when_over(self, self._restore)
-        self._communicator = world.new_communicator("metrics")
+        self._communicator = ranks.new_communicator("metrics")
         read = getattr(self._model, self._METHOD)
         self._patch = Patch(self._model, **{self._METHOD: lambda logs: self._read(read, logs)})
         new = [metric for metric in _given(self._model) if metric not in self._trials]

@@ -28,7 +28,9 @@ from ring_plugins.core.base.errors import DriftError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.exit_hooks import exit_status
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import announce_training, current
+from ring_plugins.keras.job import members
 from ring_plugins.keras.state import optimizers_of, weight_checksums
 from ring_plugins.observe.consistency import differing_weights, is_check_wanted, is_compared_after
 
@@ -104,6 +106,19 @@ def _any_has(callbacks: Any, attribute: str) -> bool:
     return any(getattr(callback, attribute, False) for callback in callbacks.callbacks)
 
 
+def group_of(callback: Any) -> Group | None:
+    """The group of a callback: that it was given, or that of the `BroadcastCallback` in its list.
+
+    Raises:
+        ArgumentError: this rank is not in it.
+    """
+    callbacks = enclosing_list(callback)
+    others = [] if callbacks is None or callback.group is not None else callbacks.callbacks
+    found: Group | None = next((one.group for one in others if getattr(one, "trains_group", False)), callback.group)
+    members(found)
+    return found
+
+
 def expect_broadcast(callback: Any) -> None:
     """Compare the ranks' weights after the first step, if the list of `callback` has no `BroadcastCallback`.
 
@@ -114,7 +129,7 @@ def expect_broadcast(callback: Any) -> None:
         announce_training()
         callbacks = enclosing_list(callback)
         if callbacks is not None and not _any_has(callbacks, "compares_weights"):
-            _append(callbacks, _FirstStepCheck(), callback.model)
+            _append(callbacks, _FirstStepCheck(callback.group), callback.model)
 
 
 class _FirstStepCheck(keras.callbacks.Callback):
@@ -123,16 +138,22 @@ class _FirstStepCheck(keras.callbacks.Callback):
     compares_weights = True
     _is_done = False
 
+    def __init__(self, group: Group | None) -> None:
+        super().__init__()
+        self._group = group
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_done:
             return
         self._is_done = True
-        if found := differing_weights(lambda: weight_checksums(self.model), "after the first step"):
+        if found := differing_weights(
+            lambda: weight_checksums(self.model), "after the first step", members(self._group).communicator
+        ):
             raise DriftError(
                 f"{found} {_REMEDY} If the weights differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
             )
         averages = any(AVERAGING in vars(optimizer) for optimizer in optimizers_of(self.model))
-        if current().topology.rank == 0 and not averages:
+        if members(self._group).communicator.rank == 0 and not averages:
             logger.warning(f"no gradients are averaged: each rank trains by itself. {_REMEDY}")
 
 

@@ -21,7 +21,9 @@ import numpy as np
 from keras.src.trainers.epoch_iterator import EpochIterator  # Keras 3.15.1, which does not export it
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
-from ring_plugins.keras.job import connect
+from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.groups import Group
+from ring_plugins.keras.job import connect, members
 
 Remainder = Literal["drop", "pad", "keep"]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -43,6 +45,7 @@ def shard(
     shuffle: bool | int | None = None,
     seed: int = 0,
     remainder: Remainder = "drop",
+    group: Group | None = None,
 ) -> Any:
     """Return this rank's part of `data`, for `model.fit` or `model.evaluate`.
 
@@ -74,6 +77,7 @@ def shard(
             ones in each epoch if shuffled; "pad" adds the first ones of the epoch; "keep" uses them, so that ranks may
             differ in the size of the last batch or in the number of steps. "keep" is for `evaluate` (still exact with a
             `MetricAverageCallback`), and only for arrays, tf.data and DataLoaders.
+        group: the ranks among which `data` is divided, all by default. Each group has all of its data.
 
     Raises:
         ArgumentError: the kind of data is not supported, there is too little for every rank, it is divided already, or
@@ -86,13 +90,14 @@ def shard(
         raise ArgumentError(f"shuffle={shuffle!r} must be True, False or, for a tf.data.Dataset, a positive number.")
     if not _is_integer(seed) or seed < 0:
         raise ArgumentError(f"seed={seed!r} must be an integer, zero or more.")
-    rank, size = connect().shard
+    ranks = members(group).communicator
+    rank, size = connect().shard if group is None else (ranks.rank, ranks.size)
     if isinstance(data, keras.utils.PyDataset):
         _reject_if(remainder == "keep", remainder, "a PyDataset")
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")
     if _is_from(data, "tensorflow", "DatasetV2"):
         _reject_if(remainder == "pad", remainder, "a tf.data.Dataset")
-        divided = shard_dataset(data, rank, size, shuffle, seed, remainder)
+        divided = shard_dataset(data, ranks, rank, size, shuffle, seed, remainder)
         setattr(divided, _MARK, True)
         return divided
     if _is_from(data, "torch", "DataLoader"):
@@ -425,14 +430,22 @@ def shard_iterable(items: Iterable[Any], rank: int, size: int) -> Iterator[Any]:
             position = 0
 
 
-def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None, seed: int, remainder: str) -> Any:
+def shard_dataset(
+    dataset: Any,
+    ranks: Communicator[Any],
+    rank: int,
+    size: int,
+    shuffle: bool | int | None,
+    seed: int,
+    remainder: str,
+) -> Any:
     """Make a tf.data.Dataset of every size-th element."""
     if shuffle:
         buffer = int(dataset.cardinality()) if shuffle is True else shuffle
         if buffer < 0:
             raise ArgumentError("shuffle=True needs a dataset of known length; pass a buffer size instead.")
         dataset = dataset.shuffle(max(buffer, 1), seed=seed, reshuffle_each_iteration=True)
-    _check_shuffles(dataset)
+    _check_shuffles(dataset, ranks)
     if remainder == "keep":
         return dataset.shard(size, rank)
     length = int(dataset.cardinality())
@@ -453,7 +466,7 @@ def shard_dataset(dataset: Any, rank: int, size: int, shuffle: bool | int | None
     return dataset.window(size, drop_remainder=True).flat_map(own)
 
 
-def _check_shuffles(dataset: Any) -> None:
+def _check_shuffles(dataset: Any, ranks: Communicator[Any]) -> None:
     """Check that a dataset was shuffled in the same order on all ranks. Collective.
 
     Otherwise samples would be lost or duplicated silently.
@@ -470,7 +483,7 @@ def _check_shuffles(dataset: Any) -> None:
             "data was shuffled without a seed, in a different order on each rank; pass seed to Dataset.shuffle and "
             "Dataset.list_files, or pass shuffle to shard()."
         )
-    by_rank = connect().communicator.all_gather_object(seeds, "shuffles of shard")
+    by_rank = ranks.all_gather_object(seeds, "shuffles of shard")
     if any(other != by_rank[0] for other in by_rank):
         raise MismatchError(
             f"data was shuffled with different seeds on the ranks: {by_rank}. TensorFlow includes the global seed, so "

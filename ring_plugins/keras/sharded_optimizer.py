@@ -33,8 +33,9 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
+from ring_plugins.core.groups import Group
 from ring_plugins.keras.backends import backend
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.rates import known_rate_of
 from ring_plugins.keras.slices import CutStore, Slices, gather_slot
@@ -59,7 +60,7 @@ def check_shardable(optimizer: Any) -> None:
         )
 
 
-def sharded(optimizer: Any, is_wanted: bool) -> ShardedUpdates | None:
+def sharded(optimizer: Any, is_wanted: bool, group: Group | None = None) -> ShardedUpdates | None:
     """What shards an optimizer, the outermost one, if that is wanted, or was so when an exception ended a `fit`.
 
     Raises:
@@ -72,7 +73,7 @@ def sharded(optimizer: Any, is_wanted: bool) -> ShardedUpdates | None:
     elif is_wanted:
         check_shardable(optimizer)
         connect().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
-        found = ShardedUpdates(optimizer)
+        found = ShardedUpdates(optimizer, group)
     return found
 
 
@@ -93,6 +94,7 @@ class ShardedUpdates:
 
     Args:
         optimizer: the outermost one.
+        group: the ranks that share the work, all by default.
 
     Attributes:
         communicator: gathers parts; None until `share`.
@@ -100,8 +102,8 @@ class ShardedUpdates:
         left_to: the only rank that has the state since `restore`, if it is another one.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._outer, self._optimizer = optimizer, innermost(optimizer)
+    def __init__(self, optimizer: Any, group: Group | None = None) -> None:
+        self._outer, self._optimizer, self._group = optimizer, innermost(optimizer), group
         self.communicator: Communicator | None = None
         self.before_saving: Callable[[], None] | None = None
         self.left_to: int | None = None
@@ -145,8 +147,8 @@ class ShardedUpdates:
         if foreign := [v for v in variables if not isinstance(v, keras.Variable)]:
             raise ArgumentError(f"{foreign[0].name} is not a keras.Variable; sharded optimizers update only those.")
         with backend().at_once():
-            topology = connect().topology
-            self._slices = backend().Slices(variables, topology.rank, topology.size)
+            ranks = members(self._group).communicator
+            self._slices = backend().Slices(variables, ranks.rank, ranks.size)
             self._indices = {id(variable): i for i, variable in enumerate(variables)}
             self._index_of_slot = {}
             self._own["build"](variables)
@@ -202,7 +204,7 @@ class ShardedUpdates:
         if self.communicator is not None:
             return
         with backend().at_once():
-            communicator = connect().new_communicator("sharded updates")
+            communicator = members(self._group).new_communicator("sharded updates")
             try:
                 with on_all_or_none(communicator, "sharding an optimizer"):
                     self._share(list(variables), root, communicator)

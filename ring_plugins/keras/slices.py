@@ -37,7 +37,7 @@ class SliceLayout:
 
     Args:
         variables: that the optimizer updates.
-        rank, size: of the job.
+        rank, size: among those that share the work.
         between_rows: whether to cut between rows where there are many, for gradients that have only some rows.
 
     Attributes:
@@ -105,7 +105,7 @@ class Slices(abc.ABC):
 
     Args:
         variables: all variables that the optimizer updates.
-        rank, size: of the job.
+        rank, size: among those that share the work.
 
     Attributes:
         layout: which parts are whose.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def broadcast_all(variables: Sequence[Any], root_rank: int, values: Sequence[Arr
     """
     world = connect()
     with on_all_or_none(world.communicator, "broadcast_variables"):
-        check_root(root_rank, world)
+        check_root(root_rank)
         if not variables:
             raise ArgumentError(
                 "variables is empty. Models and optimizers have their variables once they are built: broadcast them "
@@ -73,6 +74,19 @@ def optimizers_of(model: Any) -> list[Any]:
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [optimizer for optimizer in held if isinstance(optimizer, keras.optimizers.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def forget_compiled_steps(optimizer: Any) -> None:
+    """Let models that have trained with an optimizer compile their next step anew.
+
+    A compiled step, of an earlier `fit` or `train_on_batch`, holds the update as it was when it was traced. An
+    optimizer does not know its models, so they are looked for, which takes some 0.1 s, if it has made an update.
+    """
+    if not optimizer.built:
+        return
+    for model in [found for found in gc.get_objects() if issubclass(type(found), keras.Model)]:
+        if optimizer in optimizers_of(model) and getattr(model, "train_function", None) is not None:
+            model.train_function = None
 
 
 def nested(optimizer: Any) -> list[Any]:

@@ -25,7 +25,6 @@ from ring_plugins.keras.averaging import (
     averaging_of,
     averagings_of,
     make_train_function,
-    not_sharded,
 )
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
@@ -93,9 +92,9 @@ class SynchronizedFit:
             finalizer: calls `abandon`.
         """
         announce_training()
-        world, model = connect(), self.model
+        world, ranks, model = connect(), self._callback.ranks, self.model
         self._finalizer = finalizer
-        self._communicator, stop = world.new_communicator(FIT), world.new_communicator(STOP)
+        self._communicator, stop = ranks.new_communicator(FIT), ranks.new_communicator(STOP)
         self._communicators: list[Communicator[Any]] = [self._communicator, stop]
         self._checks = KerasChecks(
             lambda: weight_checksums(self._model),
@@ -166,9 +165,8 @@ class SynchronizedFit:
             is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
             if averaging.optimizer.built and not is_perhaps_unused:
                 averaging.prepare(averaging.variables)
-        if options.synchronized_batch_norm is not False:
-            self._batch_norm = SynchronizedBatchNorm(model, every=options.synchronized_batch_norm is True)
-            self._batch_norm.install()
+        self._batch_norm = SynchronizedBatchNorm(model, options.synchronized_batch_norm, options.group)
+        self._batch_norm.install()
         make_train_function(model)
         self._stop.watch_steps(model)
         self._passes_before = self._passes()
@@ -187,11 +185,12 @@ class SynchronizedFit:
                     options.error_feedback,
                     options.overlap,
                     options.shard_optimizer,
+                    options.group,
                 )
                 averaging.install()
                 self._installed.append(averaging)
-            elif options.shard_optimizer and averaging.sharded is None:
-                raise not_sharded(optimizer)
+            else:
+                averaging.check_fits(options.shard_optimizer, options.group)
 
     def _share(self, averaging: GradientAveraging, number: int) -> None:
         """Divide the root's state of an optimizer among all ranks, if it is to be sharded and known."""

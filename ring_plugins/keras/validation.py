@@ -22,23 +22,27 @@ from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.job import World
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends import backend
 from ring_plugins.keras.consistency import KerasChecks, all_equal, by_rank
 
 
-def check_root(root_rank: int, world: World) -> None:
-    """Check that `root_rank` is a rank of this job.
+def check_root(root_rank: int | None, group: Group | None = None) -> int:
+    """The rank of the job that is the root of these ranks: the first of them by default.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is none of them.
     """
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < world.topology.size:
+    size, ranks = current().topology.size, group.ranks if group else range(current().topology.size)
+    root = ranks[0] if root_rank is None else root_rank
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
         raise ArgumentError(
-            f"root_rank={root_rank!r} is not a rank of this job of {world.topology.size}; pass a number from 0 to "
-            f"{world.topology.size - 1}."
+            f"root_rank={root_rank!r} is not a rank of this job of {size}; pass a number from 0 to {size - 1}."
         )
+    if root not in ranks:
+        raise ArgumentError(f"root_rank={root}, a rank of the job, is not in the {group.name if group else 'job'}.")
+    return root
 
 
 def check_other_parallelism(model: Any) -> None:

@@ -31,7 +31,7 @@ import keras
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import members
 from ring_plugins.keras.patches import replaced
 from ring_plugins.keras.running_fit import enclosing_list
 
@@ -95,9 +95,9 @@ def arrange(
 
 
 def show_on_one_rank(callback: Any) -> None:
-    """Leave the progress bar of the `evaluate` or `predict` that is calling `callback` to rank 0."""
+    """Leave the progress bar of the `evaluate` or `predict` that is calling `callback` to rank 0, or each group's."""
     callbacks = enclosing_list(callback)
-    if callbacks is not None and connect().topology.rank:
+    if callbacks is not None and members(callback.group).communicator.rank:
         shown = keras.callbacks.ProgbarLogger
         callbacks.callbacks = [one for one in callbacks.callbacks if not isinstance(one, shown)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
-from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, undistribute
+from ring_plugins.keras import BroadcastCallback, DistributedOptimizer, SyncBatchNormalization, undistribute
 
 Outcome = dict[str, Any]
 BACKEND = keras.backend.backend()
@@ -375,6 +375,19 @@ def batch_normalization_as_keras_spells_it(run: Run) -> Outcome:
     run.seed()
     model = normalized(synchronized=True)
     run.fit(model, *images(run.ranks))
+    return weights(model)
+
+
+@scenario
+def layers_that_synchronize(run: Run) -> Outcome:
+    """Trained with other layers' statistics local, which does not touch these."""
+    run.seed()
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(4), SyncBatchNormalization(momentum=0.8), layers.Dense(1)]
+    )
+    model.compile(optimizer=small_steps(), loss="mse")
+    x = np.random.default_rng(2).normal(size=(12 * run.ranks, 5)).astype("float32")
+    run.fit(model, x, x[:, :1], callbacks=[BroadcastCallback(synchronized_batch_norm=False)])
     return weights(model)
 
 

@@ -3,7 +3,8 @@
 import keras
 import numpy as np
 
-from ring_plugins.keras.batch_norm import BatchMoments, SynchronizedBatchNorm
+import ring_plugins as ring
+from ring_plugins.keras.batch_norm import BatchMoments, SyncBatchNormalization, SynchronizedBatchNorm
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 
@@ -43,6 +44,33 @@ def test_layers_are_those_that_are_wanted_and_not_changed_yet():
     layers[1].synchronized = True  # which a layer can be made with on TensorFlow only
     model = keras.Sequential([keras.Input((3,)), *layers])
     assert SynchronizedBatchNorm(model, every=True)._layers == layers[:2]
-    assert SynchronizedBatchNorm(model, every=False)._layers == layers[1:2]
+    assert SynchronizedBatchNorm(model, every=None)._layers == layers[1:2]
     vars(layers[1])["_moments"] = layers[1]._moments
     assert SynchronizedBatchNorm(model, every=True)._layers == layers[:1]
+    ours = keras.Sequential([keras.Input((3,)), SyncBatchNormalization()])
+    assert SynchronizedBatchNorm(ours, every=False)._layers == ours.layers
+
+
+def test_a_rank_without_values_counts_for_nothing():
+    batches = [np.ones((0, 2)), np.array([[1.0, 2.0], [3.0, 6.0]])]
+
+    def rank_of(rank, communicator):
+        count, batch = len(batches[rank]), batches[rank]
+        own = np.stack([batch.mean(0), batch.var(0)]) if count else np.full((2, 2), np.nan)
+        return BatchMoments(communicator).combine(own, np.array(float(count)))[0]
+
+    assert [found.tolist() for found in on_thread_ranks(2, rank_of)] == [[[2, 4], [1, 4]]] * 2
+
+
+def test_a_layer_that_synchronizes_is_keras_own_in_one_process_and_in_a_file(tmp_path):
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    model = keras.Sequential([keras.Input((3,)), SyncBatchNormalization(momentum=0.5)])
+    plain = keras.layers.BatchNormalization(momentum=0.5)
+    try:
+        outputs = [keras.ops.convert_to_numpy(one(x, training=True)) for one in (model, plain)]
+    finally:
+        ring.shutdown()
+    assert np.array_equal(*outputs)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras").layers[0]
+    assert type(again) is SyncBatchNormalization and again.momentum == 0.5 and not again.supports_jit

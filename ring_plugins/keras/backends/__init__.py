@@ -21,6 +21,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry
 from ring_plugins.core.gradients.trials import Wanted
+from ring_plugins.core.groups import Group
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.keras.slices import Slices
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
         overlap: whether gradients are averaged while others are still computed.
         rate: returns the learning rate, as `Exchange.average` gets it, where backward averages.
         checks: what passes compare; None for what no optimizer of Keras averages.
+        group: the ranks that average, all by default.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Settings(NamedTuple):
     overlap: Wanted = "auto"
     rate: Callable[[], Any] = lambda: None
     checks: KerasChecks | None = None
+    group: Group | None = None
 
     @property
     def rounding(self) -> Compression | None:

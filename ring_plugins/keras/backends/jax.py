@@ -27,7 +27,7 @@ from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, Statistics, jax_device
 from ring_plugins.keras.backends.jax_ffi import call_on_host, has_buffer_callback
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
-from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+from ring_plugins.keras.job import capture_exceptions, members, restore_exceptions
 
 T = TypeVar("T")
 
@@ -62,9 +62,9 @@ class Exchange(backends.Exchange):
     """See the base class."""
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
-        self.communicator = connect().new_communicator(settings.name)
+        self.communicator = members(settings.group).new_communicator(settings.name)
         # Compression rounds on the host.
-        on_gpus = None if settings.compression else jax_device.connect(settings.name, self.communicator)
+        on_gpus = None if settings.compression else jax_device.connect(settings.name, self.communicator, settings.group)
         self.buckets: HostBuckets | jax_device.DeviceBuckets
         if on_gpus is not None:
             self.buckets = jax_device.DeviceBuckets(entries, on_gpus, settings.sizes)

@@ -37,6 +37,7 @@ from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.keras.backends.jax_ffi import call_on_gpu, has_buffer_callback
 from ring_plugins.keras.buckets import call_weakly
@@ -71,12 +72,13 @@ class Connection(NamedTuple):
     streams: XlaStreams
 
 
-def connect(name: str, host: Communicator) -> Connection | None:
+def connect(name: str, host: Communicator, group: Group | None = None) -> Connection | None:
     """Create a communicator for JAX's GPUs, or return None if gradients go through the host. Collective.
 
     Args:
         name: name of the host communicator, for messages.
-        host: a communicator of all ranks.
+        host: a communicator of these ranks.
+        group: the ranks, all by default.
 
     Raises:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
@@ -92,7 +94,7 @@ def connect(name: str, host: Communicator) -> Connection | None:
     with jax.ensure_compile_time_eval():  # the step may be under construction
         device = load_driver().device_of(jax.numpy.zeros(1).unsafe_buffer_pointer())
     streams = XlaStreams()
-    return Connection(current().new_device_communicator(f"{name} on GPUs", device, streams), streams)
+    return Connection((group or current()).new_device_communicator(f"{name} on GPUs", device, streams), streams)
 
 
 def computes_on_gpus() -> bool:

@@ -31,7 +31,7 @@ from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
-from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+from ring_plugins.keras.job import capture_exceptions, connect, members, restore_exceptions
 from ring_plugins.keras.patches import replaced
 from ring_plugins.keras.state import SEED_STRIDE
 
@@ -47,7 +47,7 @@ class Exchange(backends.Exchange):
 
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self._entries, self._settings = list(entries), settings
-        self.communicator = connect().new_communicator(settings.name)
+        self.communicator = members(settings.group).new_communicator(settings.name)
         self.buckets: HostBuckets | tensorflow_device.DeviceBuckets | None = None
         self._sparse: list[int] = []
         self._call = tf.numpy_function
@@ -79,7 +79,9 @@ class Exchange(backends.Exchange):
         entries, settings = list(self._entries), self._settings
         for i in self._sparse:
             entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
-        on_gpus = None if settings.compression else tensorflow_device.connect(settings.name, self.communicator)
+        on_gpus = None
+        if not settings.compression:
+            on_gpus = tensorflow_device.connect(settings.name, self.communicator, settings.group)
         if on_gpus is not None:
             self._call = tensorflow_device.call
             return tensorflow_device.DeviceBuckets(entries, on_gpus, settings.sizes)

@@ -33,6 +33,7 @@ from ring_plugins.core.gpu import load_driver
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
+from ring_plugins.core.groups import Group
 from ring_plugins.core.trace.steps import steps
 from ring_plugins.core.world import current
 from ring_plugins.keras.buckets import unequal_gradients
@@ -42,12 +43,13 @@ from ring_plugins.keras.validation import all_use_nccl
 GPU, KIND = "GPU:0", dlpack.CUDA
 
 
-def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
+def connect(name: str, host: Communicator, group: Group | None = None) -> DeviceCommunicator | None:
     """Create a communicator for TensorFlow's GPUs, or return None if gradients go through the host. Collective.
 
     Args:
         name: name of the host communicator, for messages.
-        host: a communicator of all ranks.
+        host: a communicator of these ranks.
+        group: the ranks, all by default.
 
     Raises:
         MismatchError: some ranks request NCCL and have a GPU, and others do not.
@@ -58,7 +60,8 @@ def connect(name: str, host: Communicator) -> DeviceCommunicator | None:
     driver = load_driver()
     with tf.init_scope(), tf.device(GPU):
         index = driver.device_of(_tensor_of(tf.zeros([1]))[0].pointer)
-    return current().new_device_communicator(f"{name} on GPUs", index, _SynchronizedStreams(driver.stream(index)))
+    streams = _SynchronizedStreams(driver.stream(index))
+    return (group or current()).new_device_communicator(f"{name} on GPUs", index, streams)
 
 
 def call(function: Callable[..., Any], inputs: list[Any], types: list[Any]) -> Any:
