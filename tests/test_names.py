@@ -9,8 +9,7 @@ import ring_plugins as ring
 PACKAGE, TESTS = Path(ring.__file__).parent, Path(__file__).parent
 #: Modules that neighbors' tests test. Take out those that get a test of their name; put none in.
 TESTED_ELSEWHERE = """
-core/base/types.py horovod/tensorflow/collectives.py
-horovod/tensorflow/keras.py
+core/base/types.py
 """
 
 

@@ -321,7 +321,9 @@ def _holds_floats(tensor: Any) -> bool:
 
 
 def scaled(x: Any, factor: float, is_whole: bool) -> Any:
-    """Multiply an array or tensor in its dtype; integers as Horovod does, in float64 without what is behind the point.
+    """Multiply an array or tensor in its dtype, as Horovod does.
+
+    Integers are multiplied in float64, and lose what is behind the point; floats of 16 bits are multiplied in float32.
 
     Args:
         x: of numpy, torch or TensorFlow.
@@ -330,7 +332,9 @@ def scaled(x: Any, factor: float, is_whole: bool) -> Any:
     """
     if factor == 1.0:
         return x
-    return cast_to(cast_to(x, "float64") * factor, x.dtype) if is_whole else x * factor
+    bytes_each = getattr(x.dtype, "itemsize", None) or x.dtype.size  # TensorFlow's word
+    wide = "float64" if is_whole else "float32" if bytes_each == 2 else None
+    return x * factor if wide is None else cast_to(cast_to(x, wide) * factor, x.dtype)
 
 
 def reduction_of(op: Op, postscale_factor: float, size: int, is_whole: bool) -> tuple[Op, float]:
@@ -381,15 +385,6 @@ def gradient_factor(op: Any, gradient_predivide_factor: float, size: int) -> int
     if op is Sum and gradient_predivide_factor != 1.0:
         raise ArgumentError("gradient_predivide_factor is a part of an average; leave it out with op=hvd.Sum.")
     return size if op is Sum else 1
-
-
-def check_averages(op: Op, gradient_predivide_factor: float) -> None:
-    """Reject other reductions of gradients than their average, which some optimizers do not have; as above."""
-    if gradient_factor(op, gradient_predivide_factor, 2) != 1:
-        raise ArgumentError(
-            f"op={op!r} is not supported for gradients here, which are averaged. With SGD, multiply the learning rate "
-            "by hvd.size(); Adam and other optimizers that divide by the size of gradients need no change."
-        )
 
 
 def check_name(kind: str, name: str | None, group: Group | None = None) -> None:

@@ -17,6 +17,8 @@ _PACKAGE = "ring_plugins.horovod."
 #: Modules that Horovod divides further than this package does, and where their names are here.
 ALIASES = {
     "spark.runner": "spark",
+    "tensorflow.compression": "basics",
+    "tensorflow.keras.callbacks": "keras.callbacks",
     "torch.compression": "torch",
     "torch.functions": "torch",
     "torch.mpi_ops": "torch",

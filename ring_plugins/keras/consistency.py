@@ -72,8 +72,13 @@ def by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
 
 
+#: Attribute of a variable that each rank has for itself; its value says whether it is not broadcast either.
+LOCAL = "_ring_local"
+
+
 def checksums_of(variables: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """Names and checksums of variables."""
+    """Names and checksums of variables, but for those of each rank's own."""
+    variables = [variable for variable in variables if not hasattr(variable, LOCAL)]
     values = [keras.ops.convert_to_numpy(variable) for variable in variables]
     return [variable.path for variable in variables], list(map(checksum, values))
 

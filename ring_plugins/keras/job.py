@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.log import flush_output
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
@@ -81,7 +82,9 @@ def restored(error: BaseException) -> BaseException:
     """Return the captured exception behind a framework's `error`, or `error` itself if there is none."""
     # TensorFlow's OpError, jaxlib's XlaRuntimeError and their subclasses.
     packages = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
-    if not _captured or error is _captured[0] or packages.isdisjoint(("tensorflow", "jax", "jaxlib")):
+    if _captured and error is _captured[0]:  # the framework has raised it itself, so it explains no later one
+        _captured.clear()
+    if not _captured or isinstance(error, RingError) or packages.isdisjoint(("tensorflow", "jax", "jaxlib")):
         return error
     cause = _captured[0]
     _captured.clear()

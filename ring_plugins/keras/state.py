@@ -22,7 +22,7 @@ from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
-from ring_plugins.keras.consistency import checksums_of
+from ring_plugins.keras.consistency import LOCAL, checksums_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.consistency import checksum
@@ -161,10 +161,10 @@ def state_and_seeds(*parts: Any) -> tuple[list[Any], list[Any]]:
         parts: models, whose optimizers are included, and other optimizers.
     """
     models = [part for part in parts if not isinstance(part, keras.optimizers.Optimizer)]
-    state = [weight for model in models for weight in model.weights]
+    state = [weight for model in models for weight in model.weights if not getattr(weight, LOCAL, False)]
     for optimizer in optimizers_among(parts):
         state.extend(variable for variable in optimizer.variables if not hasattr(variable, PART))
-    weights = {id(variable) for variable in state}
+    weights = {id(weight) for model in models for weight in model.weights} | set(map(id, state))
     return state, [variable for model in models for variable in model.variables if id(variable) not in weights]
 
 
@@ -219,9 +219,11 @@ def average_variables(variables: Sequence[Any], communicator: Communicator) -> N
     """Average the variables that differ among ranks. Variables that are not floats get rank 0's value. Collective.
 
     Args:
-        variables: variables that each rank computed from its own batches, such as moving statistics.
+        variables: variables that each rank computed from its own batches, such as moving statistics; those that each
+            rank has for itself stay as they are.
         communicator: communicator of all ranks.
     """
+    variables = [variable for variable in variables if not hasattr(variable, LOCAL)]
     values = [value_of(variable) for variable in variables]
     checksums = communicator.all_gather_object(
         [zlib.crc32(host_array(value)[0].tobytes()) for value in values], "average_variables"

@@ -25,11 +25,10 @@ def test_the_older_and_the_newer_argument_name_one_reduction(average, op, found)
         (lambda: basics.op_of("yes", None), "neither True nor False"),
         (lambda: basics.op_of(None, "sum"), "must be hvd.Average, hvd.Sum"),
         (lambda: basics.op_of(None, basics.Adasum), "op=hvd.Adasum is not built here"),
-        (lambda: basics.check_averages(Sum, 1.0), "With SGD, multiply the learning rate by hvd.size"),
         (lambda: basics.gradient_factor(basics.Max, 1.0, 2), "pass hvd.Average or hvd.Sum"),
         (lambda: basics.gradient_factor(Sum, 2.0, 2), "leave it out with op=hvd.Sum"),
         (lambda: basics.compressor_of("bf16"), "or a class with their methods"),
-        (lambda: basics.check_averages(Average, 0.0), "is not a positive number"),
+        (lambda: basics.gradient_factor(Average, 0.0, 2), "is not a positive number"),
         (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none or hvd.Compression.fp16"),
         (lambda: basics.check_process_set([0]), "where all ranks take part"),
     ],
@@ -42,7 +41,6 @@ def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
 def test_what_exists_is_passed_on():
     assert basics.check_compression(Compression.none) is None
     assert basics.check_compression(Compression.fp16) == "fp16"
-    basics.check_averages(Average, 2.0)
     assert [basics.gradient_factor(op, 1.0, 3) for op in (Average, Sum)] == [1, 3]
     basics.check_process_set(None)
     basics.check_process_set(basics.global_process_set)

@@ -44,7 +44,7 @@ report("functions", [
 ])
 rejected = []
 for call in (
-    lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4),
+    lambda: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=4),
     lambda: hvd.callbacks.LearningRateScheduleCallback(rate, 0.1, start_epoch=30),
 ):
     try:

@@ -138,9 +138,9 @@ report("dense", dense.numpy()[:2].tolist())
 report("objects", [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(rank)])
 rejected = []
 for call in (
-    lambda: hvd.DistributedGradientTape(tape, op=hvd.Sum),
+    lambda: hvd.DistributedGradientTape(tape, op=hvd.Min),
     lambda: hvd.allreduce(rows, op=hvd.Max),
-    lambda: hvd.broadcast_global_variables,
+    lambda: hvd.broadcast_global_variables(0),
     lambda: hvd.broadcast_variables(keras.Sequential([keras.layers.Dense(1)]).variables, root_rank=0),
 ):
     try:

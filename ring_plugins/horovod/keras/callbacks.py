@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ring_plugins import keras as ring_keras
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.functions import local_rank  # noqa: F401 - Horovod's module has it, too
 from ring_plugins.horovod.basics import size
+from ring_plugins.horovod.common.process_sets import group_of
+from ring_plugins.horovod.keras.optimizer import mark_local
 
 BestModelCheckpoint = ring_keras.BestModelCheckpoint
 
@@ -22,17 +25,29 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(ring_keras.BroadcastCallback):
-    """`ring_plugins.keras.BroadcastCallback`; `device` and `local_variables` have no effect."""
+    """`ring_plugins.keras.BroadcastCallback`, which may leave some variables to each rank.
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: object = None) -> None:
+    Args:
+        root_rank: as for `BroadcastCallback`.
+        device: has no effect.
+        local_variables: variables that keep each rank's own values: they are not broadcast, averaged or compared. Their
+            gradients are averaged, unless the optimizer has them as local variables, too.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__(root_rank)
+        mark_local(local_variables or (), begins_so=True)
+
+    def register_local_var(self, var: Any) -> None:
+        """Let a variable be one of `local_variables`, before `fit`."""
+        mark_local([var], begins_so=True)
 
 
 class MetricAverageCallback(ring_keras.MetricAverageCallback):
-    """`ring_plugins.keras.MetricAverageCallback`; `device` and `process_set` have no effect."""
+    """`ring_plugins.keras.MetricAverageCallback`, among the processes of a set; `device` has no effect."""
 
-    def __init__(self, device: str = "", process_set: object = None) -> None:
-        super().__init__()
+    def __init__(self, device: str = "", process_set: Any = None) -> None:
+        super().__init__(group=group_of(process_set))
 
 
 class LearningRateWarmupCallback(ring_keras.LearningRateWarmupCallback):

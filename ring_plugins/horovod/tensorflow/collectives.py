@@ -21,14 +21,18 @@ from ring_plugins.horovod.basics import (
     Average,
     Compression,
     Sum,
-    check_compression,
     check_name,
     check_process_set,
+    compressor_of,
     grouped,
     op_of,
     rank,
+    reduction_of,
+    scaled,
     size,
 )
+from ring_plugins.horovod.tensorflow.errors import NotSupported, with_tensorflow_errors
+from ring_plugins.keras.backends.tensorflow_xla import reject_inside_xla
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,8 +54,12 @@ def as_it_is(function: F) -> F:
     return cast("F", tf.autograph.experimental.do_not_convert(function))
 
 
-@as_it_is
-@all_or_none
+def operation(function: F) -> F:
+    """Make an operation of Horovod's out of a function that calls collectives."""
+    return as_it_is(with_tensorflow_errors(all_or_none(function)))
+
+
+@operation
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -71,7 +79,7 @@ def allreduce(
         tensor: of equal shape and dtype on all ranks. The rows of `tf.IndexedSlices` of all ranks are concatenated.
         average: Horovod's older argument: False sums.
         device_dense, device_sparse, ignore_name_scope: have no effect.
-        compression: `Compression.fp16` sends floats in 16 bits, but for `tf.IndexedSlices`.
+        compression: `Compression.fp16` sends floats in 16 bits, but for `tf.IndexedSlices`; or a compressor of yours.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`; for `tf.IndexedSlices` one of the first two.
         prescale_factor, postscale_factor: factors before and after, not for `tf.IndexedSlices`.
         name: compared among the ranks.
@@ -81,14 +89,14 @@ def allreduce(
         ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
     """
     check_process_set(process_set)
-    reduction = op_of(average, op)
     factors = (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
-        return _reduced_rows(tensor, reduction, factors, name)
-    return _scaled(tensor, compression, factors, lambda x: _reduced(x, reduction, name))
+        return _reduced_rows(tensor, average, op, factors, name)
+    reduction = op_of(average, op)
+    return _scaled(tensor, compression, reduction, factors, lambda x, op: _reduced(x, op, name))
 
 
-grouped_allreduce = as_it_is(grouped(allreduce, list, compares_names=False))
+grouped_allreduce = operation(grouped(allreduce, list, compares_names=False))
 
 
 def _reduced(x: Any, op: Op, name: str | None) -> Any:
@@ -99,20 +107,21 @@ def _reduced(x: Any, op: Op, name: str | None) -> Any:
     return _differentiable("allreduce", name, lambda x: ring.all_reduce(x, op), [x], [(x.dtype, x.shape)], gradient)
 
 
-def _reduced_rows(slices: Any, op: Op, factors: tuple[float, float], name: str | None) -> Any:
-    if op not in (Average, Sum) or factors != (1.0, 1.0):
-        raise ArgumentError(
+def _reduced_rows(
+    slices: Any, average: bool | None, op: Op | None, factors: tuple[float, float], name: str | None
+) -> Any:
+    if op not in (None, Average, Sum) or factors != (1.0, 1.0):
+        raise NotSupported(
             f"tensor is a tf.IndexedSlices, for which op={op}, prescale_factor={factors[0]} and postscale_factor="
             f"{factors[1]} are not supported; pass tf.convert_to_tensor(tensor)."
         )
     values, indices = allgather(slices.values, name), allgather(slices.indices, name)
-    if op is Average:
+    if op_of(average, op) is Average:
         values /= tf.cast(size(), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-@as_it_is
-@all_or_none
+@operation
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
     """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
     check_process_set(process_set)
@@ -128,11 +137,10 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return _differentiable("allgather", name, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
 
 
-grouped_allgather = as_it_is(grouped(allgather, list, compares_names=False))
+grouped_allgather = operation(grouped(allgather, list, compares_names=False))
 
 
-@as_it_is
-@all_or_none
+@operation
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
@@ -148,8 +156,7 @@ def broadcast(
     return _differentiable("broadcast", name, lambda x: ring.broadcast(x, root_rank), [x], types, gradient)
 
 
-@as_it_is
-@all_or_none
+@operation
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -193,8 +200,7 @@ def _exchanged(x: Any, sent: list[Any], name: str | None) -> Any:
     return _differentiable("alltoall", name, exchange, [x, *sent], types, gradient)
 
 
-@as_it_is
-@all_or_none
+@operation
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -213,34 +219,31 @@ def reducescatter(
     check_process_set(process_set)
     reduction = op_of(None, op)
 
-    def scattered(x: Any) -> Any:
-        types = [(x.dtype, _any_rows(x))]
-        return _differentiable("reducescatter", name, lambda x: ring.reduce_scatter(x, reduction), [x], types, gradient)
-
     def gradient(upstream: Any, _: Any) -> Any:
         _check_has_gradient("reducescatter", reduction)
         gathered = allgather(upstream, name)
         return gathered * tf.cast(size(), gathered.dtype) if reduction is Sum else gathered
 
-    return _scaled(tensor, compression, (prescale_factor, postscale_factor), scattered)
+    def scattered(x: Any, op: Op) -> Any:
+        types = [(x.dtype, _any_rows(x))]
+        return _differentiable("reducescatter", name, lambda x: ring.reduce_scatter(x, op), [x], types, gradient)
+
+    return _scaled(tensor, compression, reduction, (prescale_factor, postscale_factor), scattered)
 
 
-grouped_reducescatter = as_it_is(grouped(reducescatter, list, compares_names=False))
+grouped_reducescatter = operation(grouped(reducescatter, list, compares_names=False))
 
 
-def _scaled(tensor: Any, compression: Any, factors: tuple[float, float], reduce: Callable[[Any], Any]) -> Any:
+def _scaled(
+    tensor: Any, compression: Any, op: Op, factors: tuple[float, float], reduce: Callable[[Any, Op], Any]
+) -> Any:
     """A reduction of what is sent for a tensor, between two factors, in the tensor's dtype."""
-    tensor = tf.convert_to_tensor(tensor)
-    sent = tf.cast(tensor, tf.float16) if check_compression(compression) and tensor.dtype.is_floating else tensor
-    return tf.cast(_times(reduce(_times(sent, factors[0])), factors[1]), tensor.dtype)
-
-
-def _times(tensor: Any, factor: float) -> Any:
-    """A tensor times a factor; integers are multiplied in float64, since the factor has no form in their dtype."""
-    if factor == 1.0:
-        return tensor
-    wide = tf.cast(tensor, tf.float64) if tensor.dtype.is_integer else tensor
-    return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)
+    compressor = compressor_of(compression)
+    sent, context = compressor.compress(tf.convert_to_tensor(tensor))
+    is_whole = sent.dtype.is_integer
+    called, after = reduction_of(op, factors[1], size(), is_whole)
+    reduced = reduce(scaled(sent, factors[0], is_whole), called)
+    return compressor.decompress(scaled(reduced, after, is_whole), context)
 
 
 def _check_has_gradient(kind: str, op: Op) -> None:
@@ -269,11 +272,11 @@ def _differentiable(
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def operation(x: Any) -> tuple[Any, Callable[..., Any]]:
+    def call(x: Any) -> tuple[Any, Callable[..., Any]]:
         found = _host_call(kind, name, collective, [x, *inputs[1:]], results)
         return found, lambda *upstream: gradient(tf.convert_to_tensor(upstream[0]), found)
 
-    return operation(inputs[0])
+    return call(inputs[0])
 
 
 def _host_call(
@@ -287,6 +290,9 @@ def _host_call(
         inputs: tensors.
         results: dtype and shape of each result.
     """
+    reject_inside_xla(
+        f"hvd.{kind}", "Call it outside that function: in one without jit_compile=True, which may call compiled ones."
+    )
     connect()
 
     def call(*arrays: np.ndarray[Any, Any]) -> Any:

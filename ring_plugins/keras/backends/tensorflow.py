@@ -196,7 +196,7 @@ class Slices(slices.Slices):
 
     def gather(self, indices: Sequence[int], options: dict[str, Any]) -> None:
         """See the base class. One host call for each round, so that others are still updated meanwhile."""
-        reject_inside_xla("the update of a sharded optimizer")
+        reject_inside_xla("the update of a sharded optimizer of several ranks")
         names, compare = list(options), call_weakly(self.compare)
 
         def compare_now(*values: Array) -> None:
@@ -380,7 +380,7 @@ class TensorFlowBackend(backends.Backend):
     def host_call_with_gradient(
         self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
-        reject_inside_xla("a synchronized BatchNormalization")
+        reject_inside_xla("a synchronized BatchNormalization of several ranks")
 
         @tf.custom_gradient
         def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:

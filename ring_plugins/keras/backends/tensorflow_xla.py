@@ -29,20 +29,26 @@ class _NotOneUpdate(Exception):
     """The train step does not update exactly once with the model's optimizer."""
 
 
-def reject_inside_xla(what: str = "optimizer.apply") -> None:
+_OUTSIDE = (
+    "Return the gradients from the compiled function and call optimizer.apply outside it, eagerly or in a tf.function "
+    "without jit_compile; or train with model.fit, which does that automatically."
+)
+
+
+def reject_inside_xla(what: str = "optimizer.apply of several ranks", remedy: str = _OUTSIDE) -> None:
     """Raise if a function with `jit_compile=True` is being traced. TensorFlow's own error comes late and has no remedy.
 
     Args:
         what: name of the caller, for the message.
+        remedy: what to write instead.
 
     Raises:
         InsideXla: such a function, or one nested in it, is being traced.
     """
     if not tf.executing_eagerly() and _is_traced_for_xla(tf.compat.v1.get_default_graph()):
         raise InsideXla(
-            f"{what} of several ranks was called inside tf.function(jit_compile=True), and XLA cannot communicate with "
-            "other ranks. Return the gradients from the compiled function and call optimizer.apply outside it, eagerly "
-            "or in a tf.function without jit_compile; or train with model.fit, which does that automatically."
+            f"{what} was called inside tf.function(jit_compile=True), and XLA cannot communicate with other ranks. "
+            f"{remedy}"
         )
 
 

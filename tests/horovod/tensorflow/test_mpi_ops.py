@@ -1,0 +1,25 @@
+"""Where this process is, as operations of TensorFlow."""
+
+import pytest
+
+import ring_plugins as ring
+
+pytestmark = pytest.mark.slow  # they import TensorFlow
+
+
+@pytest.fixture(autouse=True)
+def _job_of_one():
+    ring.init(ranks=1)
+    yield
+    ring.shutdown()
+
+
+def test_places_are_tensors_eagerly_and_in_functions():
+    tf = pytest.importorskip("tensorflow")
+    from ring_plugins.horovod.tensorflow import mpi_ops
+
+    operations = mpi_ops.rank_op, mpi_ops.local_rank_op, mpi_ops.size_op, mpi_ops.local_size_op
+    for places in ([one() for one in operations], tf.function(lambda: [one() for one in operations])()):
+        assert [int(one) for one in places] == [0, 0, 1, 1]
+        assert {one.dtype for one in places} == {tf.int32}
+    assert mpi_ops.allreduce(tf.constant([2, 3]), op=mpi_ops.Sum).numpy().tolist() == [2, 3]
