@@ -146,9 +146,20 @@ class join:  # noqa: N801 - a context, named as a function
         """
         hindrances[self] = _WAITING
         try:
-            waited = self._wait_with_others()
+            waited = self.follow()
         finally:
             del hindrances[self]
+        return self.settle(waited)
+
+    def settle(self, waited: int) -> int:
+        """Get the state of a rank that came last; collective.
+
+        Args:
+            waited: how many passes of the others this rank has taken part in.
+
+        Returns:
+            That rank.
+        """
         communicator = self._averagers[0].communicator
         by_rank = communicator.all_gather_object(waited, "join") if communicator.size > 1 else [waited]
         self.last = by_rank.index(min(by_rank))
@@ -156,14 +167,21 @@ class join:  # noqa: N801 - a context, named as a function
             self._get_state()
         return self.last
 
-    def _wait_with_others(self) -> int:
-        """Take part in the passes of all averagers; returns how many passes of the others there were."""
+    def follow(self, weight: float = 0.0) -> int:
+        """Take part in the passes of all averagers until all ranks do.
+
+        Args:
+            weight: of this rank's zeros in the averages; 1 as that of a rank with data, with Horovod's names.
+
+        Returns:
+            How many passes of the others there were.
+        """
         waited = [0] * len(self._averagers)
         errors: list[BaseException] = []
 
         def follow(number: int) -> None:
             try:
-                while not take_part(self._averagers[number]):
+                while not take_part(self._averagers[number], weight):
                     waited[number] += 1
                     for part in self._parts:
                         if getattr(part, "averager", None) is self._averagers[number] and is_sharded(part):
@@ -203,11 +221,12 @@ class join:  # noqa: N801 - a context, named as a function
                     part.load_state_dict(state)
 
 
-def take_part(averager: Averager) -> bool:
+def take_part(averager: Averager, weight: float = 0.0) -> bool:
     """Take part in the next pass of the others: with zeros, or with gradients of this rank that no pass has averaged.
 
     Args:
         averager: on a rank that has run out of data.
+        weight: of the zeros in the averages.
 
     Returns:
         Whether all ranks have run out, so that this was the last pass.
@@ -217,7 +236,7 @@ def take_part(averager: Averager) -> bool:
     checks = averager.checks
     if not averager.own.present:
         _drop_gradients(averager.named_parameters)
-        checks.weight = 0.0
+        checks.weight = weight
     checks.has_ended = True
     try:
         averager.finish()

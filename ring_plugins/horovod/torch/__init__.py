@@ -8,9 +8,12 @@ only Average and Sum pass one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from ring_plugins.core.base.install import missing
@@ -24,6 +27,7 @@ import ring_plugins.torch
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.horovod import basics
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
 from ring_plugins.horovod.basics import (
@@ -44,13 +48,17 @@ from ring_plugins.other_names import no_attribute
 from ring_plugins.torch import SyncBatchNorm
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "poll", "synchronize"]
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "join", "poll", "synchronize"]
 __all__ += ["Compressor", "FP16Compressor", "NoneCompressor", "SyncBatchNorm", "elastic"]
 __all__ += basics.__all__ + collectives.__all__
 
 
 def __getattr__(name: str) -> object:
     raise no_attribute(__name__, name)
+
+
+#: Those in use, in the order of their construction.
+_optimizers: list[weakref.ref[DistributedOptimizer]] = []
 
 
 class DistributedOptimizer(_DistributedOptimizer):
@@ -85,7 +93,7 @@ class DistributedOptimizer(_DistributedOptimizer):
     ) -> None:
         gradient_factor(op, gradient_predivide_factor, 1)
         check_process_set(process_set)
-        self._was_synchronized, self._warns = False, True
+        self._was_synchronized, self._warns, self._among_all = False, True, True
         super().__init__(
             optimizer,
             _of_distinct_names(named_parameters),
@@ -95,6 +103,7 @@ class DistributedOptimizer(_DistributedOptimizer):
             **options,
         )
         self.averager.sums = op is Sum
+        _optimizers.append(weakref.ref(self, _optimizers.remove))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Average at the end of every so many backwards from now on. All ranks do it between the same steps."""
@@ -124,6 +133,11 @@ class DistributedOptimizer(_DistributedOptimizer):
             )
         self._was_synchronized = False
         return super().step(closure)
+
+    def waits_in_join(self) -> bool:
+        """Whether ranks in `hvd.join` take part in its averages."""
+        averager = self.averager
+        return not (averager.is_closed or averager.claim.is_superseded) and averager.is_on_host and self._among_all
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -162,6 +176,40 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         ) from error
     # What holds no tensors is told as that.
     ring_plugins.torch.broadcast_parameters(tensors or params, root_rank)
+
+
+def join(device: Any = -1) -> int:  # type: ignore[no-redef]
+    """Wait until all ranks have called it, as one that runs out of data before others.
+
+    Meanwhile this rank counts as zeros in the averages of each `DistributedOptimizer` on the CPU, and of `allreduce`.
+    At the end, weights and optimizers are those of a rank that came last.
+
+    Args:
+        device: has no effect.
+
+    Returns:
+        The rank that came last.
+
+    Raises:
+        MismatchError: between hosts, another rank is in an operation without a name.
+    """
+    gc.collect()  # what the script has dropped is gone on all ranks then
+    optimizers = [one for ref in _optimizers if (one := ref()) is not None and one.waits_in_join()]
+    if not optimizers:
+        return basics.join(device)
+    waiting = ring_plugins.torch.join(*optimizers)
+    followed: Future[int] = Future()
+
+    def follow() -> None:
+        try:
+            followed.set_result(waiting.follow(weight=1.0))
+        except BaseException as error:
+            followed.set_exception(error)
+
+    HelperThread(follow, "ring:hvd.join").start()
+    last = basics.join(device)
+    waiting.settle(followed.result())
+    return last
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
