@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+import ring_plugins.core.functions as ring
 from ring_plugins.core import world
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import PeerLeft, name_ranks
@@ -32,8 +33,8 @@ _DOING = (
     ("validates", "validate"),
     ("has left it", "have left it"),
 )
-#: Bits of what a rank tells: its phase, two flags, and how many batches of this epoch it has begun.
-_PHASE, _STOPS, _SIGTERM, _BATCHES = 3, 4, 8, 4
+#: Bits of what a rank tells: its phase, two flags, how many batches of this epoch it has begun, and of its next batch.
+_PHASE, _STOPS, _SIGTERM, _BATCHES, _DATA = 3, 4, 8, 4, 32
 
 
 class SameLoop:
@@ -49,6 +50,7 @@ class SameLoop:
         self._replaced: list[tuple[Any, str]] = []
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         self._compares = compares and trainer.state.fn == "fit" and hasattr(loop, "_broadcast_sigterm_tensor")
+        self._stops_on_sigterm = self._has_met = False
         if self._compares:
             self._counts = [1] * world.current().topology.size
             self._own = HostMemory(np.zeros(1, np.int64), "int64")
@@ -69,8 +71,24 @@ class SameLoop:
         setattr(owner, name, lambda: function(original))
 
     def _begin_batch(self, stop_on_sigterm: Callable[[], None]) -> None:
-        if self._meet(_BATCH)[0] & _SIGTERM:
+        if (not self._has_met and self._meet(_BATCH)[0] & _SIGTERM) or self._stops_on_sigterm:
             stop_on_sigterm()
+
+    def begin_batch(self, data: int) -> list[int]:
+        """Tell the others of this rank's next batch; a SIGTERM of which rank 0 tells ends training behind it.
+
+        Args:
+            data: what to tell, in 31 bits.
+
+        Returns:
+            What each rank has told.
+
+        Raises:
+            PeerLeft: ranks are at different places.
+        """
+        told = self._meet(_BATCH, data) if self._compares else ring.all_gather_object(data << _DATA)
+        self._has_met, self._stops_on_sigterm = True, bool(told[0] & _SIGTERM)
+        return [one >> _DATA for one in told]
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         self._meet(_VALIDATION)
@@ -95,7 +113,7 @@ class SameLoop:
                 self._trainer.callback_metrics  # noqa: B018 - reading it computes all
                 return
 
-    def _meet(self, phase: int) -> list[int]:
+    def _meet(self, phase: int, data: int = 0) -> list[int]:
         """Tell the others where this rank is; return what each of them told.
 
         Raises:
@@ -103,7 +121,8 @@ class SameLoop:
         """
         trainer = self._trainer
         flags = (_STOPS if trainer.should_stop else 0) | (_SIGTERM if trainer.received_sigterm else 0)
-        self._own.array[0] = phase | flags | trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
+        self._own.array[0] = phase | flags | batches | data << _DATA
         with purpose("comparison of loops"):
             world.current().communicator.all_gather(self._own, self._all, self._counts)
         told: list[int] = self._all.array.tolist()
@@ -117,7 +136,7 @@ class SameLoop:
         behind = [rank for rank, phase in enumerate(phases) if phase == min(phases)]
         alone = [rank for rank, each in enumerate(told) if each & _STOPS]
         doing, others = (f"{name_ranks(ranks)} {_DOING[phases[ranks[0]]][len(ranks) > 1]}" for ranks in (ahead, behind))
-        batches = told[ahead[0]] >> _BATCHES
+        batches = (told[ahead[0]] & (1 << _DATA) - 1) >> _BATCHES
         if alone and len(alone) < len(told):
             cause = (
                 f"trainer.should_stop is set on {name_ranks(alone)} only. Let all ranks decide alike, for example by "

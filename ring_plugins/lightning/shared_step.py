@@ -62,6 +62,9 @@ class SharedStep:
         accumulates: whether a step may have the gradients of several batches.
         skip_step_on: exceptions that make all ranks skip a step.
 
+    Attributes:
+        weight: of this rank's loss in the average, see `uneven`.
+
     Raises:
         ArgumentError: steps of manual optimization cannot be skipped.
     """
@@ -78,7 +81,7 @@ class SharedStep:
                 "skip_step_on needs automatic optimization: in manual optimization, only training_step knows where a "
                 "step begins and ends. Use automatic optimization, or Fabric with strategy.skip_step_on()."
             )
-        self._averager, self._accumulates = averager, accumulates
+        self._averager, self._accumulates, self.weight = averager, accumulates, 1.0
         self._exceptions = skip_step_on
         self._caught: tuple[type[BaseException], ...] = (StepSkipped, *skip_step_on)
         self._failure: BaseException | None = None  # of the step that is being computed
@@ -154,6 +157,8 @@ class SharedStep:
             loss = closure()
             if self._failure is not None:
                 raise self._failure
-            return self._averager.average_loss(loss) if reads_loss(optimizer) else loss
+            if not reads_loss(optimizer):
+                return loss
+            return self._averager.average_loss(loss if loss is None or self.weight == 1 else loss * self.weight)
 
         return evaluate

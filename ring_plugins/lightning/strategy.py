@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ from typing_extensions import override
 from ring_plugins.core import world
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.arguments import check_calls
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
@@ -36,6 +37,7 @@ from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
+from ring_plugins.lightning.uneven import UnevenData
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.consistency import parameter_checksums
@@ -79,6 +81,8 @@ class RingTrainerLogic(RingParallelLogic):
         skip_step_on: An exception, or a tuple of them, such as ``torch.cuda.OutOfMemoryError``: a step in which any
             rank's ``training_step`` or backward raises it is skipped by all ranks, with a warning. Only for automatic
             optimization.
+        uneven: What happens when a rank of ``fit`` has fewer batches than others: with "join" it goes on to the end of
+            the longest, and what it computes does not count (docs/lightning.md); "error" ends the job.
         on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
             step and go on (docs/healing.md); "replace" also starts another process in its place, which joins them
             between two batches. The default is RING_ON_FAILURE, or "end".
@@ -122,6 +126,7 @@ class RingTrainerLogic(RingParallelLogic):
         broadcast_buffers: bool = True,
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,
+        uneven: Literal["join", "error"] = "join",
         on_failure: Literal["end", "continue", "replace"] | None = None,
         min_ranks: int | None = None,
         max_ranks: int | None = None,
@@ -130,6 +135,9 @@ class RingTrainerLogic(RingParallelLogic):
         **unknown: Any,
     ) -> None:
         self._construct(locals())
+        if uneven not in ("join", "error"):
+            raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
+        self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
         FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
@@ -148,6 +156,17 @@ class RingTrainerLogic(RingParallelLogic):
     def is_distributed(self) -> bool:
         """Whether there are or were several ranks; Lightning then injects samplers and synchronizes logged values."""
         return self.world_size > 1 or self._recovers
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether this rank has run out of batches in this epoch and repeats its last one, which does not count."""
+        return self._uneven is not None and self._uneven.ran_out
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._uneven is not None and self._uneven.is_logging and reduce_op in ("mean", "avg", None):
+            tensor = tensor * self._uneven.weight
+        return super().reduce(tensor, group, reduce_op)
 
     @property
     def waited_seconds(self) -> float:
@@ -181,7 +200,11 @@ class RingTrainerLogic(RingParallelLogic):
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         super().setup(trainer)
         if self.is_distributed:
-            self._set_up.callback(SameLoop(trainer, compares=not self._recovers and self.world_size > 1).close)
+            loop = SameLoop(trainer, compares=not self._recovers and self.world_size > 1)
+            self._set_up.callback(loop.close)
+            if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
+                self._uneven = UnevenData(self, trainer, loop)
+                self._set_up.callback(self._uneven.close)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
@@ -246,7 +269,8 @@ class RingTrainerLogic(RingParallelLogic):
         step = super().training_step
         if self._shared_step is None:
             return step(*args, **kwargs)
-        output: Any = self._shared_step.attempt(lambda: step(*args, **kwargs))
+        with nullcontext() if self._uneven is None else self._uneven.step():
+            output: Any = self._shared_step.attempt(lambda: step(*args, **kwargs))
         if output is None and self._shared_step.has_failed:
             # Lightning 2.6.6, pytorch/loops/optimization/automatic.py:323, rejects None with several ranks.
             return torch.full((), torch.nan, device=self.root_device)
@@ -257,6 +281,8 @@ class RingTrainerLogic(RingParallelLogic):
         if self._shared_step is None:
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[no-any-return]
         backward = super().backward
+        if self._uneven is not None and self._uneven.weight != 1:
+            closure_loss = closure_loss * self._uneven.weight
         loss: Tensor | None = self._shared_step.attempt(lambda: backward(closure_loss, *args, **kwargs))
         return closure_loss.detach() if loss is None else loss
 
@@ -277,6 +303,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._drift.every and self._shard:
             self._check_drift(self._averager)  # before the step, which gives all ranks the same weights
         skipped_before = self._averager.skipping.count
+        self._shared_step.weight = 1.0 if self._uneven is None else self._uneven.weight
         result = self._shared_step.run(optimizer, closure, lambda one: step(optimizer, one, *args, **kwargs))
         if self._averager.skipping.count > skipped_before:
             return result
@@ -366,13 +393,13 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
-        self._averager = self._buffers = self._shared_step = None
+        self._averager = self._buffers = self._shared_step = self._uneven = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_averager": None, "_shared_step": None, "_set_up": ExitStack()}
+        return {**state, "_averager": None, "_shared_step": None, "_uneven": None, "_set_up": ExitStack()}
 
 
 def _groups_of(strategy: Any) -> list[dict[str, Any]]:

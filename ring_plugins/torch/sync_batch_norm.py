@@ -10,6 +10,8 @@ of a shape that all know, where gathering would first have to agree on sizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -167,7 +169,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and bias is not None:
             output = output * channels(weight.to(precise)) + channels(bias.to(precise))
         ctx.save_for_backward(normalized, weight, inverse_deviation.to(precise), count)
-        ctx.input_dtype, ctx.meaning = x.dtype, meaning
+        ctx.input_dtype, ctx.meaning, ctx.counts = x.dtype, meaning, _counts
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -185,7 +187,7 @@ class _Normalize(torch.autograd.Function):
         mean_gradient, mean_product = (sums / count.clamp(min=1)).to(gradient.dtype)
         grad_input = gradient - channels(mean_gradient) - normalized * channels(mean_product)
         scale = inverse_deviation if weight is None else inverse_deviation * weight.to(gradient.dtype)
-        grad_input = (grad_input * channels(scale)).to(ctx.input_dtype)
+        grad_input = (grad_input * channels(scale) * ctx.counts).to(ctx.input_dtype)
         if weight is None:
             return grad_input, None, None, None, None
         return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
@@ -195,7 +197,7 @@ def _statistics(values: Tensor, meaning: str) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and number of values of each channel over all ranks, in float64."""
     rank, size = _rank_and_size()
     table = torch.zeros(size, 3, values.shape[1], dtype=torch.float64, device=values.device)
-    count_here = values.numel() // values.shape[1]
+    count_here = values.numel() // values.shape[1] if _counts else 0
     if count_here:
         variance, mean = torch.var_mean(values, _all_but_channels(values), correction=0)
         table[rank, 0], table[rank, 1], table[rank, 2] = count_here, mean, variance.to(torch.float64) * count_here
@@ -210,6 +212,20 @@ def _statistics(values: Tensor, meaning: str) -> tuple[Tensor, Tensor, Tensor]:
     mean = (counts * means).sum(0) / divisor
     variance = (squares + counts * (means - mean) ** 2).sum(0) / divisor
     return mean, variance, count[:1]
+
+
+_counts = True
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Let this rank's batches count in no layer's statistics inside the context."""
+    global _counts
+    before, _counts = _counts, False
+    try:
+        yield
+    finally:
+        _counts = before
 
 
 def _rank_and_size() -> tuple[int, int]:

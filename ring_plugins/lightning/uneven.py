@@ -1,0 +1,270 @@
+"""A `fit` whose ranks have different numbers of batches goes on to the end of the longest.
+
+**Problem.** A rank that runs out of batches leaves the epoch, and with it every collective of the others: averages of
+gradients, synchronized batch norm and metrics, steps of sharded optimizers, and whatever the script calls in its steps.
+
+**Idea.** It stays in the loop and runs its last batch again, as often as the others have batches, and nothing of that
+counts: its loss is multiplied by zero, its metrics and buffers are put back, what it logs weighs nothing. So every
+collective finds its partners, and Lightning counts the same steps on all ranks. Where batches begin, the ranks tell
+each other where they are anyway (`same_loop`); there they also tell who has a batch, who has another one behind it, and
+of how many samples.
+
+**Weights.** If all loaders are DataLoaders with a `batch_size`, the step's gradients weigh all samples alike: a rank's
+loss, the mean over its batch, is multiplied by its batch's share of the samples, times the number of ranks. With other
+loaders nobody knows how many samples a batch has, and ranks that have a batch weigh alike. Where all batches are equal,
+nothing is multiplied.
+
+`torch.distributed.algorithms.Join` follows the collectives of its own classes instead, and so rejects synchronized
+batch norm and whatever it does not know.
+
+Lightning 2.6.6 has no hook for this: methods of its loops are replaced in the Trainer's own objects, as in `same_loop`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ring_plugins.core.functions as ring
+from ring_plugins.lightning.same_loop import SameLoop
+from ring_plugins.torch.sync_batch_norm import uncounted
+
+
+class Told(NamedTuple):
+    """What a rank tells of the batch that it is about to begin.
+
+    Attributes:
+        has_batch: whether it has one.
+        is_last: whether it has none behind it.
+        needs_one: whether it has never had a batch that it could run again.
+        samples: in its batch; 0 if that is not known.
+    """
+
+    has_batch: bool
+    is_last: bool
+    needs_one: bool
+    samples: int
+
+    def packed(self) -> int:
+        """As a number below 2 ** 31."""
+        return self.has_batch | self.is_last << 1 | self.needs_one << 2 | self.samples << 3
+
+    @classmethod
+    def unpacked(cls, number: int) -> Told:
+        """What `packed` returned."""
+        return cls(bool(number & 1), bool(number & 2), bool(number & 4), number >> 3)
+
+
+def weights_of(told: Sequence[Told]) -> list[float]:
+    """By rank the factor of its loss, so that the ranks' mean is that of all samples; 1 for all where nothing differs.
+
+    Args:
+        told: by rank.
+    """
+    if all(one.has_batch and one.samples == told[0].samples for one in told):
+        return [1.0] * len(told)
+    shares = [one.samples if one.has_batch else 0 for one in told]
+    if any(one.has_batch and not one.samples for one in told):
+        shares = [int(one.has_batch) for one in told]
+    return [len(told) * share / sum(shares) for share in shares]
+
+
+class UnevenData:
+    """Lets the ranks of a `fit` go on to the end of the longest.
+
+    Args:
+        strategy: its strategy.
+        trainer: the Trainer, in ``Strategy.setup``.
+        loop: by which ranks tell each other where they are.
+
+    Attributes:
+        weight: the factor of this rank's loss in this batch.
+        ran_out: whether this rank runs a batch again, which does not count.
+        is_logging: whether a value that is being reduced is a batch's.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any, loop: SameLoop) -> None:
+        self._strategy, self._trainer, self._same_loop = strategy, trainer, loop
+        self.weight, self.ran_out, self.is_logging = 1.0, False, False
+        self._full = 0  # samples of a full batch, if they are known
+        self._spare: Any = None  # a batch to run again
+        self._results: Any = None
+        self._setup_data, self._run = trainer.fit_loop.setup_data, trainer.fit_loop.epoch_loop.run
+        trainer.fit_loop.setup_data = self._set_up_data
+        trainer.fit_loop.epoch_loop.run = self._run_epoch
+
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+        vars(self._trainer.fit_loop).pop("setup_data", None)
+        vars(self._trainer.fit_loop.epoch_loop).pop("run", None)
+        self._follow_logs(False)
+        self._spare = None
+
+    # Batches ------------------------------------------------------------------------------------------
+
+    def _set_up_data(self) -> None:
+        """Let all ranks count on as many batches as the longest has."""
+        loop, trainer = self._trainer.fit_loop, self._trainer
+        before, module = loop._combined_loader, trainer.lightning_module
+        allowed = module.allow_zero_length_dataloader_with_multiple_devices
+        module.allow_zero_length_dataloader_with_multiple_devices = True
+        try:
+            self._setup_data()
+        finally:
+            module.allow_zero_length_dataloader_with_multiple_devices = allowed
+        if loop._combined_loader is before or loop._combined_loader is None:
+            return
+        loaders = loop._combined_loader.flattened
+        sizes = [getattr(loader, "batch_size", None) for loader in loaders if isinstance(loader, DataLoader)]
+        self._full = (sizes[0] or 0) if len(sizes) == len(loaders) == 1 else 0
+        by_rank = ring.all_gather_object(loop.max_batches)
+        longest = max(by_rank)
+        if min(by_rank) == longest:
+            return
+        loop.max_batches, loop._last_train_dl_reload_epoch = longest, trainer.current_epoch
+        if isinstance(trainer.val_check_interval, float) and longest < float("inf"):
+            trainer.val_check_batch = max(1, int(longest * trainer.val_check_interval))
+        elif isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = longest
+
+    def _run_epoch(self, fetcher: Any) -> None:
+        # A script that takes batches from an iterator itself is not followed.
+        follows = not type(fetcher).__name__.startswith("_DataLoaderIter")
+        try:
+            self._run(_Fetcher(fetcher, self._next) if follows else fetcher)
+        finally:
+            self.weight, self.ran_out = 1.0, False
+            self._follow_logs(False)
+
+    def _next(self, fetcher: Any) -> tuple[Any, bool]:
+        """The next item of Lightning's, and whether it is the last on all ranks."""
+        try:
+            item = next(fetcher)
+        except StopIteration:
+            item = None
+        has_batch = item is not None
+        samples = self._samples_of(item[0]) if has_batch else 0
+        own = Told(has_batch, not has_batch or fetcher.done, not has_batch and self._spare is None, samples)
+        told = [Told.unpacked(one) for one in self._same_loop.begin_batch(own.packed())]
+        if not any(one.has_batch for one in told):
+            raise StopIteration
+        is_last = all(one.is_last for one in told)
+        if any(one.needs_one for one in told):
+            source = next(rank for rank, one in enumerate(told) if one.has_batch)
+            batch = self._strategy.broadcast(item[0] if has_batch else None, source)
+            self._spare = batch if own.needs_one else self._spare
+        if has_batch and own.is_last and not is_last:
+            self._spare = copy.deepcopy(item[0])  # as it is before the script changes it
+        self.ran_out = not has_batch
+        self.weight = weights_of(told)[ring.rank()] if len(told) > 1 else 1.0
+        self._follow_logs(self.ran_out or self.weight != 1.0)
+        if item is None:
+            item = copy.deepcopy(self._spare), 0, 0
+        return item, is_last
+
+    def _samples_of(self, batch: Any) -> int:
+        """The length of the first tensor, as Lightning takes it; 0 if that is no length of a batch."""
+        if not self._full:
+            return 0
+        while not isinstance(batch, Tensor):
+            if isinstance(batch, Mapping):
+                batch = next(iter(batch.values()), None)
+            elif isinstance(batch, (list, tuple)) and batch:
+                batch = batch[0]
+            else:
+                return 0
+        return len(batch) if batch.dim() and len(batch) <= self._full else 0
+
+    # What does not count ------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The script's `training_step`; one that does not count leaves metrics and buffers as they were."""
+        if not self.ran_out:
+            yield
+            return
+        module = self._trainer.lightning_module
+        with uncounted(), kept(module):
+            yield
+
+    def _follow_logs(self, follows: bool) -> None:
+        """Let what a batch logs weigh as its loss does, from now on or no longer."""
+        if self._results is not None:
+            vars(self._results).pop("update_metrics", None)
+            self._results = None
+        if follows:
+            self._results = results = self._trainer.fit_loop.epoch_loop._results
+            results.update_metrics = self._logging(results, results.update_metrics)
+
+    def _logging(self, results: Any, update: Callable[[str, Any, int], None]) -> Callable[[str, Any, int], None]:
+        def log(key: str, value: Any, batch_size: int) -> None:
+            metric = results[key]
+            if not metric.is_tensor or "epoch" in metric.meta.fx:
+                update(key, value, batch_size)
+                return
+            if self.ran_out:
+                value, batch_size = (
+                    torch.full_like(value if value.is_floating_point() else value.float(), _neutral(metric.meta)),
+                    0,
+                )
+            self.is_logging = True
+            try:
+                update(key, value, batch_size)
+            finally:
+                self.is_logging = False
+
+        return log
+
+
+def _neutral(meta: Any) -> float:
+    """What does not change a reduction."""
+    return float("-inf") if meta.is_max_reduction else float("inf") if meta.is_min_reduction else 0.0
+
+
+class _Fetcher:
+    """Lightning's fetcher of batches, with those that a rank runs again; everything else is the fetcher's own."""
+
+    def __init__(self, fetcher: Any, following: Callable[[Any], tuple[Any, bool]]) -> None:
+        vars(self).update(_fetcher=fetcher, _following=following, done=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_fetcher"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_fetcher"], name, value)
+
+    def __iter__(self) -> _Fetcher:
+        iter(vars(self)["_fetcher"])
+        return self
+
+    def __next__(self) -> Any:
+        item, vars(self)["done"] = vars(self)["_following"](vars(self)["_fetcher"])
+        return item
+
+
+@contextmanager
+def kept(module: nn.Module) -> Iterator[None]:
+    """Put back the metrics and buffers of a module as they are now; but not statistics that all ranks compute."""
+    states, buffers = list[Any](), list[Any]()
+    one: Any
+    for one in module.modules():
+        if hasattr(one, "_copy_state_dict"):  # of torchmetrics
+            states.append((one, one._copy_state_dict(), one._update_count))
+        elif "SyncBatchNorm" not in type(one).__name__ and "forward" not in vars(one):
+            buffers += [(one, name, own, own.clone()) for name, own in one._buffers.items() if own is not None]
+    try:
+        yield
+    finally:
+        for metric, state, count in states:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner._buffers[name] = buffer.copy_(value)
