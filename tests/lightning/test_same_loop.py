@@ -57,7 +57,8 @@ class OnRank0(Callback):
         report("validated", float(trainer.callback_metrics["validated"]))
 
 trainer = Trainer(
-    strategy=RingStrategy(uneven="error" if CASE == "more" else "join"), devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+    strategy=RingStrategy(uneven="error" if CASE == "more" else "join"), devices=2, accelerator="cpu", max_epochs=2,
+    logger=False, enable_checkpointing=False,
     enable_model_summary=False, num_sanity_val_steps=0, callbacks=[OnRank0(), TQDMProgressBar()],
 )
 model = Model()
