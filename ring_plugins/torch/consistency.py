@@ -145,7 +145,9 @@ def parameter_checksums(named: Iterable[Named]) -> tuple[list[str], list[int]]:
         names.append(name)
         memory = parameter.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         sums.append(checksum(host_memory(memory).array) if memory.device.type == "cpu" else _on_device(memory))
-    return names, [int(value) for value in sums]
+    on_gpu = [value for value in sums if isinstance(value, torch.Tensor)]
+    fetched = iter(torch.stack([value.to(on_gpu[0].device) for value in on_gpu]).tolist() if on_gpu else ())
+    return names, [next(fetched) if isinstance(value, torch.Tensor) else value for value in sums]
 
 
 def _on_device(memory: torch.Tensor) -> torch.Tensor:

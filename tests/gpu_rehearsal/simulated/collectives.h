@@ -22,6 +22,8 @@ struct ncclComm {
   std::map<int, std::pair<double, const void*>> factors;  // of a reduction that multiplies first: a number, or where it is
   std::atomic<int> state{NCCL_SUCCESS}, under_way{0};
   std::string last_error;
+  simulated::Stream* last_stream = nullptr;  // of the last kernel, and its end
+  simulated::MarkPointer last;
 
   void fail(int status, const std::string& why);
 };

@@ -70,15 +70,16 @@ int new_communicator(ncclComm** made, const std::string& name, int size, int ran
 }
 
 std::string board_name(const ncclUniqueId& id) {
-  char name[64] = "/ring-simulated-nccl-";
+  char name[64] = "/simulated-nccl-";  // not "ring": tests watch for files of that name, and may run side by side
   for (int i = 0; i < 8; i++) snprintf(name + strlen(name), 3, "%02x", id.bytes[i]);
   return name;
 }
 
-// One kernel on its stream. A communicator that was aborted skips it.
+// One kernel on its stream, after the communicator's last one wherever that was. A communicator that was aborted skips it.
 void launch(ncclComm* communicator, sim::Stream* stream, std::function<void()> kernel) {
   sim::count("NCCL kernels");
   communicator->under_way++;
+  if (communicator->last_stream != stream) sim::wait(stream, communicator->last);
   sim::enqueue(stream, [=] {
     if (const int status = sim::called("ncclKernel")) {
       communicator->fail(status, "an injected fault");
@@ -87,6 +88,7 @@ void launch(ncclComm* communicator, sim::Stream* stream, std::function<void()> k
     if (!communicator->visitor.aborted) kernel();
     communicator->under_way--;
   });
+  communicator->last_stream = stream, communicator->last = sim::mark(stream);
 }
 
 void queue(std::vector<Call> calls) {
@@ -143,6 +145,7 @@ int add(const char* function, Call call) {
     communicator->fail(INVALID_ARGUMENT, "a stream of another device");
     return INVALID_ARGUMENT;
   }
+  sim::count("NCCL bytes", call.count * nccl::width(call.type));
   group.push_back(call);
   return depth ? NCCL_SUCCESS : end_group();
 }
@@ -224,6 +227,7 @@ EXPORTED int ncclCommGetAsyncError(ncclComm* communicator, int* status) {
 EXPORTED int ncclCommAbort(ncclComm* communicator) {
   BEGIN_WITH(communicator);
   communicator->visitor.aborted = true;
+  if (communicator->visitor.rank == 0) shm_unlink(communicator->name.c_str());  // if it never connected
   for (int naps = 0; communicator->under_way && naps < 5000; naps++) usleep(1000);  // the kernels end
   communicator->dead = true;
   return NCCL_SUCCESS;

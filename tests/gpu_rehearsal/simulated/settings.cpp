@@ -44,10 +44,12 @@ struct Counts {
   }
 };
 
-Counts& counts() {
-  static Counts* kept = new Counts;  // for ever: threads count until the process ends
-  return *kept;
+Counts*& kept() {
+  static Counts* counts = new Counts;  // for ever: threads count until the process ends
+  return counts;
 }
+
+Counts& counts() { return *kept(); }
 
 struct AtExit {
   ~AtExit() {
@@ -92,5 +94,8 @@ EXPORTED long simulated_count(const char* what) {
   auto found = counts().counts.find(what);
   return found == counts().counts.end() ? 0 : found->second;
 }
+
+// For a process that was forked and has other settings: counts begin anew.
+EXPORTED void simulated_reset() { kept() = new Counts; }
 
 }  // namespace simulated
