@@ -1,7 +1,10 @@
 import pytest
 
 pytestmark = [pytest.mark.gpu_rehearsal, pytest.mark.timeout(1200)]
-RUNS = ["mlp:float32", "mlp:bfloat16", "transformer:float32", "transformer:autocast", "cnn:float32"]
+RUNS = [
+    *("mlp:float32", "mlp:bfloat16", "transformer:float32", "transformer:autocast", "cnn:float32"),
+    *("mlp:scaled", "mlp:accumulated", "mlp:compressed"),
+]
 
 
 @pytest.mark.ranks(2, 4)
@@ -26,3 +29,13 @@ def test_lightning_on_two_devices(rehearse):
     assert result.values("sum")[0] == result.values("sum")[1]
     assert result.values("finite") == [True, True] and result.values("steps") == [8, 8]
     assert result.values("device") == ["cuda:0", "cuda:1"]
+    assert result.values("unlike a sharded one") == [0.0, 0.0]
+    assert result.values("mixed") == [[True, True]] * 2
+    for plain, sharded in result.values("Fabric"):
+        assert plain == sharded == result.values("Fabric")[0][0]
+
+
+def test_fsdp2_over_the_ring_process_group(rehearse):
+    result = rehearse("fully_sharded", lag=100)
+    assert result.values("finite") == result.values("moved") == [True, True]
+    assert result.values("unlike nccl") == result.values("unlike rank 0") == [0, 0]
