@@ -20,10 +20,11 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import on_all_or_none
+from ring_plugins.core.groups import Group, root_in
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.consistency import LOCAL, checksums_of
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import members
 from ring_plugins.keras.validation import check_root
 from ring_plugins.observe.consistency import checksum
 
@@ -33,13 +34,16 @@ SEED_STRIDE = 7919
 PART = "_ring_part"
 
 
-def broadcast_all(variables: Sequence[Any], root_rank: int, values: Sequence[Array] | None = None) -> list[Array]:
+def broadcast_all(
+    variables: Sequence[Any], root_rank: int, values: Sequence[Array] | None = None, group: Group | None = None
+) -> list[Array]:
     """Broadcast variables. Collective.
 
     Args:
         variables: of Keras or TensorFlow.
         root_rank: the rank whose values all ranks get.
         values: of the variables, where they cannot be read or assigned: in a host call. By default they are assigned.
+        group: the ranks that take part, all by default.
 
     Returns:
         The root's values, if they are not assigned.
@@ -48,20 +52,20 @@ def broadcast_all(variables: Sequence[Any], root_rank: int, values: Sequence[Arr
         ArgumentError: there are no variables, or `root_rank` is not a rank.
         MismatchError: the variables differ among ranks.
     """
-    world = connect()
-    with on_all_or_none(world.communicator, "broadcast_variables"):
-        check_root(root_rank)
+    ranks = members(group).communicator
+    with on_all_or_none(ranks, "broadcast_variables"):
+        root = root_in(check_root(root_rank, group), ranks, current())
         if not variables:
             raise ArgumentError(
                 "variables is empty. Models and optimizers have their variables once they are built: broadcast them "
                 "after that, or after the first step; leave this out for an optimizer that never has any."
             )
-        if world.topology.size > 1:
-            check_equal(variables, world.communicator)
+        if ranks.size > 1:
+            check_equal(variables, ranks)
         own = map(value_of, variables) if values is None else (np.array(value, order="C") for value in values)
         found: list[Array] = []
         for variable, value in zip(variables, own, strict=True):
-            broadcast_array(value, root_rank, world.communicator)
+            broadcast_array(value, root, ranks)
             if values is None:
                 variable.assign(value)
             else:

@@ -7,6 +7,7 @@ losses. They are made of the same operations, so second derivatives exist, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -16,13 +17,12 @@ import tensorflow as tf
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.functions import all_or_none
+from ring_plugins.core.groups import Group
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
     Sum,
-    check_name,
-    check_process_set,
+    begin,
     compressor_of,
     grouped,
     op_of,
@@ -30,10 +30,14 @@ from ring_plugins.horovod.basics import (
     reduction_of,
     scaled,
     size,
+    told,
 )
 from ring_plugins.horovod.tensorflow.errors import NotSupported, with_tensorflow_errors
 from ring_plugins.keras.backends.tensorflow_xla import reject_inside_xla
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
+
+#: The name and the process set of an operation.
+Call = tuple[str | None, Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +60,7 @@ def as_it_is(function: F) -> F:
 
 def operation(function: F) -> F:
     """Make an operation of Horovod's out of a function that calls collectives."""
-    return as_it_is(with_tensorflow_errors(all_or_none(function)))
+    return as_it_is(with_tensorflow_errors(cast("F", told(function))))
 
 
 @operation
@@ -83,58 +87,58 @@ def allreduce(
         op: `Average`, `Sum`, `Min`, `Max` or `Product`; for `tf.IndexedSlices` one of the first two.
         prescale_factor, postscale_factor: factors before and after, not for `tf.IndexedSlices`.
         name: compared among the ranks.
-        process_set: all processes.
+        process_set: the processes that take part, all by default.
 
     Raises:
         ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
     """
-    check_process_set(process_set)
     factors = (prescale_factor, postscale_factor)
     if isinstance(tensor, tf.IndexedSlices):
-        return _reduced_rows(tensor, average, op, factors, name)
+        return _reduced_rows(tensor, average, op, factors, (name, process_set))
     reduction = op_of(average, op)
-    return _scaled(tensor, compression, reduction, factors, lambda x, op: _reduced(x, op, name))
+    return _scaled(
+        tensor, compression, reduction, factors, process_set, lambda x, op: _reduced(x, op, (name, process_set))
+    )
 
 
 grouped_allreduce = operation(grouped(allreduce, list, compares_names=False))
 
 
-def _reduced(x: Any, op: Op, name: str | None) -> Any:
+def _reduced(x: Any, op: Op, call: Call) -> Any:
     def gradient(upstream: Any, _: Any) -> Any:
         _check_has_gradient("allreduce", op)
-        return _reduced(upstream, op, name)
+        return _reduced(upstream, op, call)
 
-    return _differentiable("allreduce", name, lambda x: ring.all_reduce(x, op), [x], [(x.dtype, x.shape)], gradient)
+    reduce = functools.partial(ring.all_reduce, op=op)
+    return _differentiable("allreduce", call, reduce, [x], [(x.dtype, x.shape)], gradient)
 
 
-def _reduced_rows(
-    slices: Any, average: bool | None, op: Op | None, factors: tuple[float, float], name: str | None
-) -> Any:
+def _reduced_rows(slices: Any, average: bool | None, op: Op | None, factors: tuple[float, float], call: Call) -> Any:
     if op not in (None, Average, Sum) or factors != (1.0, 1.0):
         raise NotSupported(
             f"tensor is a tf.IndexedSlices, for which op={op}, prescale_factor={factors[0]} and postscale_factor="
             f"{factors[1]} are not supported; pass tf.convert_to_tensor(tensor)."
         )
-    values, indices = allgather(slices.values, name), allgather(slices.indices, name)
+    name, process_set = call
+    values, indices = (allgather(one, name, process_set=process_set) for one in (slices.values, slices.indices))
     if op_of(average, op) is Average:
-        values /= tf.cast(size(), values.dtype)
+        values /= tf.cast(size(process_set), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 @operation
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
     """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
-    check_process_set(process_set)
-    x = tf.convert_to_tensor(tensor)
+    x, call = tf.convert_to_tensor(tensor), (name, process_set)
 
     def gradient(upstream: Any, _: Any) -> Any:
-        averages = _reduced(upstream, Average, name)
+        averages = _reduced(upstream, Average, call)
         own = tf.reshape(tf.shape(x), [-1])[:1] if x.shape.rank != 0 else tf.constant([1])
-        counts = _host_call("allgather", name, ring.all_gather, [own], [(own.dtype, [None])])
-        start = tf.reduce_sum(counts[: rank()])
+        counts = _host_call("allgather", call, ring.all_gather, [own], [(own.dtype, [None])])
+        start = tf.reduce_sum(counts[: rank() if process_set is None else process_set.rank()])
         return tf.reshape(averages[start : start + own[0]], tf.shape(x))
 
-    return _differentiable("allgather", name, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
+    return _differentiable("allgather", call, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
 
 
 grouped_allgather = operation(grouped(allgather, list, compares_names=False))
@@ -145,15 +149,14 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
     """The root's tensor, on every rank; its gradient is the average of the ranks' gradients."""
-    check_process_set(process_set)
-    x = tf.convert_to_tensor(tensor)
+    x, call = tf.convert_to_tensor(tensor), (name, process_set)
 
     def gradient(upstream: Any, _: Any) -> Any:
-        averages = _reduced(upstream, Average, name)
+        averages = _reduced(upstream, Average, call)
         return averages if rank() == root_rank else averages * 0
 
-    types = [(x.dtype, x.shape)]
-    return _differentiable("broadcast", name, lambda x: ring.broadcast(x, root_rank), [x], types, gradient)
+    send = functools.partial(ring.broadcast, root=root_rank)
+    return _differentiable("broadcast", call, send, [x], [(x.dtype, x.shape)], gradient)
 
 
 @operation
@@ -171,7 +174,7 @@ def alltoall(
         splits: how many rows each rank gets, in a list or tensor; equal parts by default.
         name: compared among the ranks.
         ignore_name_scope: has no effect.
-        process_set: all processes.
+        process_set: the processes that take part, all by default.
 
     Returns:
         The rows that came, in rank order; with `splits` also how many came from each rank.
@@ -179,25 +182,25 @@ def alltoall(
     Raises:
         ArgumentError, MismatchError: as `ring_plugins.all_to_all`.
     """
-    check_process_set(process_set)
     sent = [] if splits is None else [tf.cast(splits, tf.int32)]
-    rows, received = _exchanged(tf.convert_to_tensor(tensor), sent, name)
+    rows, received = _exchanged(tf.convert_to_tensor(tensor), sent, (name, process_set))
     return rows if splits is None else (rows, received)
 
 
-def _exchanged(x: Any, sent: list[Any], name: str | None) -> Any:
+def _exchanged(x: Any, sent: list[Any], call: Call) -> Any:
     """The rows that came, and how many from each rank; `sent` holds how many go to each rank, or nothing."""
 
-    def exchange(rows: Any, *sent: Any) -> tuple[Any, Any]:
-        received = ring.all_to_all(rows, sent[0].tolist() if sent else None)
-        counts = sent[0] if sent else np.full(size(), len(rows) // size(), np.int32)
-        return received, ring.all_to_all(counts)
+    def exchange(rows: Any, *sent: Any, group: Group | None) -> tuple[Any, Any]:
+        received = ring.all_to_all(rows, sent[0].tolist() if sent else None, group=group)
+        ranks = size(call[1])
+        counts = sent[0] if sent else np.full(ranks, len(rows) // ranks, np.int32)
+        return received, ring.all_to_all(counts, group=group)
 
     def gradient(upstream: Any, results: Any) -> Any:
-        return _exchanged(upstream, [results[1]], name)[0]
+        return _exchanged(upstream, [results[1]], call)[0]
 
     types = [(x.dtype, _any_rows(x)), (tf.int32, [None])]
-    return _differentiable("alltoall", name, exchange, [x, *sent], types, gradient)
+    return _differentiable("alltoall", call, exchange, [x, *sent], types, gradient)
 
 
 @operation
@@ -216,32 +219,36 @@ def reducescatter(
 
     Average and Sum pass gradients: with Average the concatenation of the ranks' gradients, with Sum n times that.
     """
-    check_process_set(process_set)
     reduction = op_of(None, op)
 
     def gradient(upstream: Any, _: Any) -> Any:
         _check_has_gradient("reducescatter", reduction)
-        gathered = allgather(upstream, name)
-        return gathered * tf.cast(size(), gathered.dtype) if reduction is Sum else gathered
+        gathered = allgather(upstream, name, process_set=process_set)
+        return gathered * tf.cast(size(process_set), gathered.dtype) if reduction is Sum else gathered
 
     def scattered(x: Any, op: Op) -> Any:
-        types = [(x.dtype, _any_rows(x))]
-        return _differentiable("reducescatter", name, lambda x: ring.reduce_scatter(x, op), [x], types, gradient)
+        scatter, types = functools.partial(ring.reduce_scatter, op=op), [(x.dtype, _any_rows(x))]
+        return _differentiable("reducescatter", (name, process_set), scatter, [x], types, gradient)
 
-    return _scaled(tensor, compression, reduction, (prescale_factor, postscale_factor), scattered)
+    return _scaled(tensor, compression, reduction, (prescale_factor, postscale_factor), process_set, scattered)
 
 
 grouped_reducescatter = operation(grouped(reducescatter, list, compares_names=False))
 
 
 def _scaled(
-    tensor: Any, compression: Any, op: Op, factors: tuple[float, float], reduce: Callable[[Any, Op], Any]
+    tensor: Any,
+    compression: Any,
+    op: Op,
+    factors: tuple[float, float],
+    process_set: Any,
+    reduce: Callable[[Any, Op], Any],
 ) -> Any:
     """A reduction of what is sent for a tensor, between two factors, in the tensor's dtype."""
     compressor = compressor_of(compression)
     sent, context = compressor.compress(tf.convert_to_tensor(tensor))
     is_whole = sent.dtype.is_integer
-    called, after = reduction_of(op, factors[1], size(), is_whole)
+    called, after = reduction_of(op, factors[1], size(process_set), is_whole)
     reduced = reduce(scaled(sent, factors[0], is_whole), called)
     return compressor.decompress(scaled(reduced, after, is_whole), context)
 
@@ -258,7 +265,7 @@ def _any_rows(tensor: Any) -> Any:
 
 def _differentiable(
     kind: str,
-    name: str | None,
+    call: Call,
     collective: Callable[..., Any],
     inputs: list[Any],
     results: list[tuple[Any, Any]],
@@ -267,26 +274,27 @@ def _differentiable(
     """A `_host_call` that passes gradients to its first input.
 
     Args:
-        kind, name, collective, inputs, results: as for `_host_call`.
+        kind, call, collective, inputs, results: as for `_host_call`.
         gradient: the gradient of the first input, from that of the first result and from all results.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def call(x: Any) -> tuple[Any, Callable[..., Any]]:
-        found = _host_call(kind, name, collective, [x, *inputs[1:]], results)
+    def operation(x: Any) -> tuple[Any, Callable[..., Any]]:
+        found = _host_call(kind, call, collective, [x, *inputs[1:]], results)
         return found, lambda *upstream: gradient(tf.convert_to_tensor(upstream[0]), found)
 
-    return call(inputs[0])
+    return operation(inputs[0])
 
 
 def _host_call(
-    kind: str, name: str | None, collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]]
+    kind: str, call: Call, collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]]
 ) -> Any:
     """Call a collective on the host, now or whenever the `tf.function` that is being traced runs.
 
     Args:
-        kind, name: of the operation, as for `check_name`.
-        collective: called with arrays.
+        kind: of the operation.
+        call: its name, and its process set.
+        collective: called with arrays, and the group.
         inputs: tensors.
         results: dtype and shape of each result.
     """
@@ -295,13 +303,12 @@ def _host_call(
     )
     connect()
 
-    def call(*arrays: np.ndarray[Any, Any]) -> Any:
-        check_name(kind, name)
-        found = collective(*arrays)
+    def run(*arrays: np.ndarray[Any, Any]) -> Any:
+        found = collective(*arrays, group=begin(kind, *call))
         return [np.asarray(one) for one in (found if isinstance(found, tuple) else (found,))]
 
     with restore_exceptions():
-        found = tf.numpy_function(capture_exceptions(call), inputs, [dtype for dtype, _ in results])
+        found = tf.numpy_function(capture_exceptions(run), inputs, [dtype for dtype, _ in results])
     pairs = zip(tf.nest.flatten(found), results, strict=True)
     shaped = tuple(tf.ensure_shape(one, shape) for one, (_, shape) in pairs)
     return shaped if len(shaped) > 1 else shaped[0]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.horovod import basics
-from ring_plugins.horovod.basics import check_process_set
+from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.tensorflow.collectives import as_it_is
 from ring_plugins.horovod.tensorflow.errors import NotSupported, with_tensorflow_errors
 from ring_plugins.keras.job import capture_exceptions, connect
@@ -36,22 +36,22 @@ def broadcast_variables(
     Args:
         variables: `model.variables`, `optimizer.variables`, or `optimizer.variables()` of older Keras versions.
         root_rank: whose values all get.
-        process_set: all processes.
+        process_set: the processes that take part, all by default.
         inplace: has no effect; variables are always overwritten.
 
     Raises:
         ArgumentError: there are no variables.
         MismatchError: the variables differ among ranks.
     """
-    check_process_set(process_set)
+    group = group_of(process_set)
     these = list(variables() if callable(variables) else variables)
     if tf.executing_eagerly() or not these:
-        broadcast_all(these, root_rank)
+        broadcast_all(these, root_rank, group=group)
         return
     connect()
 
     def call(*values: Any) -> list[Any]:
-        return broadcast_all(these, root_rank, values)
+        return broadcast_all(these, root_rank, values, group)
 
     own = [tf.convert_to_tensor(variable) for variable in these]
     values = tf.numpy_function(capture_exceptions(call), own, [value.dtype for value in own])

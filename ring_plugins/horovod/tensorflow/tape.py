@@ -12,22 +12,23 @@ import tensorflow as tf
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.collectives.validation import rejections_told
+from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
 from ring_plugins.core.gradients.fusion import BucketSizes
-from ring_plugins.core.world import constructed_by_all
+from ring_plugins.core.groups import Group
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
     check_compression,
-    check_process_set,
     gradient_factor,
     size,
 )
+from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.keras.optimizer import layers_in
 from ring_plugins.horovod.tensorflow.collectives import as_it_is
 from ring_plugins.horovod.tensorflow.errors import with_tensorflow_errors
 from ring_plugins.keras.averaging import BUCKET_BYTES
 from ring_plugins.keras.backends import Exchange, Settings, backend
+from ring_plugins.keras.job import members
 from ring_plugins.keras.slices import describe_gradient
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class DistributedGradientTape:
         gradtape: the tape that it stands for; everything but `gradient` is the tape's own.
         compression: `Compression.none` or `Compression.fp16`.
         op: `Average` or `Sum`.
-        process_set: all processes.
+        process_set: the processes that train together, all by default.
         sparse_as_dense: whether sparse gradients are made dense.
         scale_local_gradients: whether gradients of local sources, which stay this rank's own, are divided by the number
             of ranks, as an average over ranks would be of which only this one has a gradient.
@@ -65,8 +66,8 @@ class DistributedGradientTape:
         process_set: Any = None,
         scale_local_gradients: bool = True,
     ) -> None:
-        self._factor = gradient_factor(op, gradient_predivide_factor, size())
-        check_process_set(process_set)
+        self._ranks, self._group = size(process_set), group_of(process_set)
+        self._factor = gradient_factor(op, gradient_predivide_factor, self._ranks)
         if keras.backend.backend() != "tensorflow":
             raise ArgumentError(
                 f"KERAS_BACKEND={keras.backend.backend()!r}, but DistributedGradientTape needs Keras on TensorFlow."
@@ -108,7 +109,7 @@ class DistributedGradientTape:
         """
         options.pop("use_generic_names", None)
         own = self._tape.gradient(target, sources, *arguments[:1], **options)
-        if size() == 1:
+        if self._ranks == 1:
             return own
         gradients = tf.nest.flatten(own)
         if self._sparse_as_dense:
@@ -116,7 +117,7 @@ class DistributedGradientTape:
         pairs = dict(enumerate(zip(tf.nest.flatten(sources), gradients, strict=True)))
         found = {i: gradient for i, (source, gradient) in pairs.items() if id(source) in self._local}
         if self._scales_local:
-            found = {i: _times(gradient, 1 / size()) for i, gradient in found.items()}
+            found = {i: _times(gradient, 1 / self._ranks) for i, gradient in found.items()}
         found |= self._reduced({i: pair for i, pair in pairs.items() if i not in found and pair[1] is not None})
         return tf.nest.pack_sequence_as(sources, [found.get(i) for i in pairs])
 
@@ -132,7 +133,7 @@ class DistributedGradientTape:
         if not present:
             return {}
         self._check_dtypes(present)
-        settings = (self._compression, self._sparse_as_dense)
+        settings = (self._compression, self._sparse_as_dense, self._group)
         exchange = _exchange_for({i: variable for i, (variable, _) in present.items()}, settings)
         with rejections_told(exchange.communicator, "averaging gradients"):
             averages = exchange.average(dict(enumerate(gradient for _, gradient in present.values())))
@@ -163,17 +164,18 @@ def _times(gradient: Any, factor: float) -> Any:
 _exchanges: dict[tuple[Any, ...], Exchange] = {}
 
 
-def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool]) -> Exchange:
+def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool, Group | None]) -> Exchange:
     """What averages the gradients of these variables, made at their first step; collective then.
 
     Args:
         variables: by their number among the tape's sources. If other variables than before have a gradient, on all
             ranks, that is another exchange; if only on some ranks, it is a MismatchError.
-        settings: the tape's compression and whether it makes sparse gradients dense.
+        settings: the tape's compression, whether it makes sparse gradients dense, and its ranks.
     """
     key = (*settings, *map(id, variables.values()))
     if key not in _exchanges:
-        with constructed_by_all("the first gradients of a DistributedGradientTape"):
+        group = settings[2]
+        with on_all_or_none(members(group).communicator, "the first gradients of a DistributedGradientTape"):
             kinds = (tf.Variable, keras.Variable)
             if wrong := [one for one in variables.values() if not isinstance(one, kinds)]:
                 raise ArgumentError(
@@ -182,7 +184,8 @@ def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool]) -> Exch
                 )
             entries = [describe_gradient(i, variable) for i, variable in variables.items()]
             sizes = BucketSizes(BUCKET_BYTES).checked()
-            chosen = Settings(f"gradients of tape {len(_exchanges)}", sizes, settings[0])
+            number = sum(other[2] is group for other in _exchanges)  # equal on all of these ranks
+            chosen = Settings(f"gradients of tape {number}", sizes, settings[0], group=group)
             _exchanges[key] = backend().Exchange(list(variables.values()), entries, chosen)
         for variable in variables.values():  # whose identity another may have afterwards
             weakref.finalize(variable, _forget, key)

@@ -72,3 +72,76 @@ def test_values_and_errors_are_horovods():
         assert "jit_compile" in texts[6]
         assert "hvd.allreduce" in texts[6]
     assert result.values("goes on") == [1.0, 1.0]
+
+
+SETS = """
+import keras
+import numpy as np
+import tensorflow as tf
+import ring_plugins as ring
+from tests.worker import report
+ring.init(ranks=3)
+import ring_plugins.horovod.tensorflow as hvd
+from ring_plugins.horovod import keras as of_keras
+
+rank = hvd.rank()
+some, others = hvd.add_process_set([0, 2]), hvd.add_process_set([1])
+mine = some if some.included() else others
+x = tf.Variable([[1.0 + rank], [2.0]])
+
+def with_gradient(function):
+    with tf.GradientTape() as tape:
+        result = function(x * 1.0)
+        loss = tf.reduce_sum(result) * (rank + 1)
+    return [tf.reshape(one, [-1]).numpy().tolist() for one in (result, tape.gradient(loss, x))]
+
+operations = {
+    "allreduce": lambda x: hvd.allreduce(x, process_set=mine),
+    "allgather": lambda x: hvd.allgather(x, process_set=mine),
+    "broadcast": lambda x: hvd.broadcast(x, max(mine.ranks), process_set=mine),
+    "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=mine),
+}
+for name, one in operations.items():
+    report(name, with_gradient(one))
+if rank != 1:
+    report("alltoall", with_gradient(lambda x: hvd.alltoall(x, process_set=mine)))
+report("integers", hvd.allreduce(tf.constant([rank + 1]), process_set=mine).numpy().tolist())
+report("keras", of_keras.allreduce(np.array([rank + 1]), process_set=mine).tolist())
+report("all", with_gradient(lambda x: hvd.allreduce(x, process_set=hvd.global_process_set)))
+
+variable = tf.Variable([float(rank)])
+hvd.broadcast_variables([variable], root_rank=max(mine.ranks), process_set=mine)
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(variable) * (rank + 1)
+total = hvd.DistributedGradientTape(tape, process_set=mine, op=hvd.Sum).gradient(loss, variable)
+report("tape", total.numpy().tolist())
+report("variable", variable.numpy().tolist())
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+model.layers[0].set_weights([np.ones((1, 1))])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=mine)
+optimizer.apply([tf.constant([[rank + 1.0]])], model.trainable_variables)
+report("optimizer", round(float(model.get_weights()[0][0, 0]), 5))
+try:
+    hvd.allreduce(x, process_set=others if mine is some else some)
+except tf.errors.InvalidArgumentError as error:
+    report("outside", str(error))
+report("goes on", float(hvd.allreduce(tf.constant(float(rank)), op=hvd.Sum)))
+"""
+
+
+@pytest.mark.slow
+def test_process_sets_are_independent_of_each_other():
+    result = run_ranks(SETS, 3, env={"KERAS_BACKEND": "tensorflow"})
+    # Gradients have Horovod's factors: see collectives.py
+    assert result.values("allreduce") == [[[2, 2], [2, 2]], [[2, 2], [2, 2]], [[2, 2], [2, 2]]]
+    assert result.values("allgather") == [[[1, 2, 3, 2], [2, 2]], [[2, 2], [2, 2]], [[1, 2, 3, 2], [2, 2]]]
+    assert result.values("broadcast") == [[[3, 2], [0, 0]], [[2, 2], [2, 2]], [[3, 2], [2, 2]]]
+    assert result.values("reducescatter") == [[[4], [2, 6]], [[2, 2], [2, 2]], [[4], [2, 6]]]
+    assert result.values("alltoall") == [[[1, 3], [1, 3]], [[2, 2], [1, 3]]]
+    assert result.values("integers") == result.values("keras") == [[2], [2], [2]]
+    assert result.values("all") == [[[2, 2], [2, 2]]] * 3
+    assert result.values("tape") == [[4], [2], [4]]
+    assert result.values("variable") == [[2], [1], [2]]
+    assert result.values("optimizer") == [0.8, 0.8, 0.8]
+    assert len(result.values("outside")) == 3
+    assert result.values("goes on") == [3, 3, 3]
