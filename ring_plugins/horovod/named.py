@@ -23,6 +23,9 @@ from ring_plugins.core.groups import Group
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current
 
+#: Seconds for which a rank waits for a match before it says that it waits: messages take milliseconds.
+_PATIENCE = 2.0
+
 #: Runs an operation in a group, and returns its results.
 Run = Callable[[Group], Sequence[Any]]
 
@@ -58,6 +61,9 @@ class NamedWork:
     Args:
         calls, ranks: who has to.
         description: of what.
+
+    Attributes:
+        has_matched: whether they have.
     """
 
     def __init__(self, calls: NamedCalls, ranks: tuple[int, ...], description: str) -> None:
@@ -65,21 +71,25 @@ class NamedWork:
         self._calls, self._ranks = calls, ranks
         self._begun: Work[Sequence[Any]] | None = None
         self._error: RingError | None = None
+        self._came = threading.Event()
+        self.has_matched = False
 
     def begin(self, work: Work[Sequence[Any]]) -> None:
         """Wait for this from now on."""
         self._begun = work
+        self._came.set()
 
     def fail(self, error: RingError) -> None:
         """Raise this in `wait`."""
         self._error = error
+        self._came.set()
 
     def done(self) -> bool:
         return self._error is not None or (self._begun is not None and self._begun.done())
 
     def wait(self) -> Sequence[Any]:
-        if self._begun is None and self._error is None:
-            self._calls.wait(lambda: (self._begun or self._error) is not None, self._ranks, self.description)
+        if not self._came.wait(_PATIENCE):
+            self._calls.wait(self._came.is_set, lambda: () if self.has_matched else self._ranks, self.description)
         if self._error is not None:
             raise self._error
         assert self._begun is not None
@@ -105,6 +115,11 @@ class NamedOperations:
         #: What has matched while the group is made; None once that is over.
         self._waiting: list[tuple[NamedWork, Run]] | None = []
 
+    def prepare(self) -> None:
+        """Make the group now, where all ranks are at the same place."""
+        if self._waiting is not None and not self._waiting:
+            self._make_group()
+
     def start(self, name: str, call: dict[str, Any], run: Run) -> NamedWork:
         """Call a name.
 
@@ -124,6 +139,7 @@ class NamedOperations:
             self._match(match, NamedWork(self._calls, self._ranks, f"{called[0]['kind']} after hvd.join"), run)
 
     def _match(self, match: Match, work: NamedWork, run: Run) -> None:
+        work.has_matched = True
         if (error := _difference(match)) is not None:
             work.fail(error)
             return

@@ -107,19 +107,19 @@ class NamedCalls:
     def wait_for_all_joined(self, ranks: Sequence[int]) -> int:
         """Wait until all ranks have joined, and return the world rank that came last."""
         key = tuple(ranks)
-        self.wait(lambda: key in self._all_joined, ranks, "hvd.join")
+        self.wait(lambda: key in self._all_joined, lambda: ranks, "hvd.join")
         return self._all_joined.pop(key)
 
-    def wait(self, ready: Callable[[], bool], ranks: Sequence[int], what: str) -> None:
-        """Wait until `ready()`, for which the other ranks have to make calls.
+    def wait(self, ready: Callable[[], bool], ranks: Callable[[], Sequence[int]], what: str) -> None:
+        """Wait until `ready()`, for which `ranks()` have to make calls.
 
         Raises:
             PeerFailed: one of them is gone.
             DeadlockError: one of them waits for this one elsewhere.
         """
-        others = [rank for rank in ranks if rank != self._channel.rank]
+        own = self._channel.rank
         Wait(f"named operations, {what}", self._failure_detector).until(
-            ready, lambda: others, lambda: what, arrival=True
+            ready, lambda: [rank for rank in ranks() if rank != own], lambda: what, arrival=True
         )
 
     # On rank 0 --------------------------------------------------------------------------------------

@@ -44,17 +44,32 @@ from ring_plugins.horovod.basics import (
 from ring_plugins.horovod.torch import collectives, elastic
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.torch.collectives import poll, synchronize
+from ring_plugins.horovod.torch.operations import prepare_names
 from ring_plugins.other_names import no_attribute
 from ring_plugins.torch import SyncBatchNorm
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "join", "poll", "synchronize"]
+__all__ = [
+    "DistributedOptimizer",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "join",
+    "poll",
+    "synchronize",
+]
 __all__ += ["Compressor", "FP16Compressor", "NoneCompressor", "SyncBatchNorm", "elastic"]
 __all__ += basics.__all__ + collectives.__all__
 
 
 def __getattr__(name: str) -> object:
     raise no_attribute(__name__, name)
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
+    """Join the job; see `ring_plugins.horovod.basics.init`."""
+    basics.init(comm, process_sets)
+    prepare_names()
 
 
 #: Those in use, in the order of their construction.

@@ -22,6 +22,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.validation import check_splits, rows_of
 from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.core.world import current
 from ring_plugins.horovod.basics import JOIN, Average, Sum, begin, op_of, reduction_of, scaled, size
 from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.named import NamedOperations, operations_of
@@ -109,6 +110,12 @@ class Operation(NamedTuple):
         return Handle([work], lambda results: self.finish(*results))
 
 
+def prepare_names() -> None:
+    """Be ready for named operations of all ranks; collective, for `hvd.init`."""
+    if (operations := operations_of(current().communicator.ranks, _rebuilt)) is not None:
+        operations.prepare()
+
+
 def _rebuilt(call: dict[str, Any]) -> Callable[[Group], Sequence[Any]] | None:
     """The part in a call of other ranks of one that has joined: zeros; None where it has none."""
     if not call.get("joins"):
@@ -193,7 +200,7 @@ def all_reduction(tensor: torch.Tensor, op: Op, before: float, after: float, pro
 
     def operate(wait: bool, group: Group | None) -> Sequence[Any]:
         if wait and _needs_gradient(tensor):
-            return [differentiable.all_reduce(how.begin(tensor), how.op, **_among(group))]
+            return [differentiable.all_reduce(how.begin(tensor), how.op, group=group)]
         return [ring.all_reduce(how.begin(tensor.detach()), how.op, wait=wait, group=group)]
 
     return Operation("allreduce", process_set, how.call(op, [tensor]), [tensor], operate, how.end)
@@ -269,7 +276,7 @@ def gathering(tensor: torch.Tensor, process_set: Any) -> Operation:
 
     def operate(wait: bool, group: Group | None) -> Sequence[Any]:
         if wait and _needs_gradient(tensor):
-            return [differentiable.all_gather(_with_gradient_times(1 / size(process_set), tensor), **_among(group))]
+            return [differentiable.all_gather(_with_gradient_times(1 / size(process_set), tensor), group=group)]
         return [ring.all_gather(tensor.detach(), wait=wait, group=group)]
 
     call = {"tensors": _described([tensor], rows_differ=True)}
@@ -284,9 +291,7 @@ def broadcasting(tensor: torch.Tensor, root: int, in_place: bool, process_set: A
         if in_place:
             return [ring.broadcast(values, root, out=values, wait=wait, group=group)]
         if wait and _needs_gradient(tensor):
-            return [
-                differentiable.broadcast(_with_gradient_times(1 / size(process_set), tensor), root, **_among(group))
-            ]
+            return [differentiable.broadcast(_with_gradient_times(1 / size(process_set), tensor), root, group=group)]
         return [ring.broadcast(values, root, wait=wait, group=group)]
 
     call = {"root": root, "tensors": _described([tensor])}
@@ -307,7 +312,7 @@ def exchange(tensor: torch.Tensor, splits: Any, process_set: Any) -> Operation:
     def operate(wait: bool, group: Group | None) -> Sequence[Any]:
         if wait and _needs_gradient(tensor):
             return [
-                differentiable.all_to_all(tensor, sent.tolist(), **_among(group)),
+                differentiable.all_to_all(tensor, sent.tolist(), group=group),
                 ring.all_to_all(sent, group=group),
             ]
         return [
@@ -330,7 +335,7 @@ def scattering(tensor: torch.Tensor, op: Op, before: float, after: float, proces
         if wait and _needs_gradient(tensor):
             return [
                 differentiable.reduce_scatter(
-                    _with_gradient_times(size(process_set), how.begin(tensor)), how.op, **_among(group)
+                    _with_gradient_times(size(process_set), how.begin(tensor)), how.op, group=group
                 )
             ]
         return [ring.reduce_scatter(how.begin(tensor.detach()), how.op, wait=wait, group=group)]
@@ -356,10 +361,6 @@ def gathering_of_entries(tensor: torch.Tensor, reduction: Op, process_set: Any) 
 
     call = {"op": reduction.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
     return Operation("sparse_allreduce", process_set, call, [entries], operate, finish)
-
-
-def _among(group: Group | None) -> dict[str, Any]:
-    return {} if group is None else {"group": group}
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
