@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ring_plugins.core import exit_hooks
 from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.base.log import logger, set_rank
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.job import World
 from ring_plugins.core.linux import thread_count
@@ -174,7 +176,8 @@ def has_room_to_overlap(threads: int) -> bool:
 
 
 @contextlib.contextmanager
-def constructed_by_all(what: str) -> Iterator[None]:
-    """Let all ranks know if an exception ends a construction that all take part in."""
-    with contextlib.nullcontext() if _world is None else on_all_or_none(_world.communicator, what):
+def constructed_by_all(what: str, members: Communicator[Any] | None = None) -> Iterator[None]:
+    """Let all ranks know if an exception ends a construction that all take part in, or all members of a group."""
+    members = _world.communicator if members is None and _world is not None else members
+    with contextlib.nullcontext() if members is None else on_all_or_none(members, what):
         yield

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
-from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.functions import all_or_none, broadcast
+from ring_plugins.core.groups import Group, communicator_of, root_in
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.observe.averaging_check import expect_averaging
@@ -26,16 +27,21 @@ from ring_plugins.torch.tensors import Target
 
 @all_or_none
 def broadcast_parameters(
-    parameters: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0
+    parameters: nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    root: int = 0,
+    *,
+    group: Group | None = None,
 ) -> None:
     """Overwrite tensors in place with the root's; collective.
 
     Args:
         parameters: a module (its parameters and buffers), a state dict, or (name, tensor) pairs.
-        root: the rank whose values are broadcast.
+        root: the rank whose values are broadcast, of the job.
+        group: whose ranks take part, by default all; only these call.
 
     Raises:
-        ArgumentError: there are no tensors, other items, or tensors without memory of their own.
+        ArgumentError: there are no tensors, other items, or tensors without memory of their own; or `root` or this rank
+            is not in the group.
         MismatchError: names, shapes, dtypes or kinds of device differ among ranks; the text names the first that does.
     """
     if current().is_joining:  # it gets the others' weights with their state
@@ -65,23 +71,27 @@ def broadcast_parameters(
         )
     for name, tensor in named:
         check_plain(tensor, name, is_written=True)
-    source = Root(check_rank(root, current().communicator))
-    _check_equal([(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named])
+    members = communicator_of(group)
+    source = _source(root, members)
+    described = [(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named]
+    _check_equal(described, members)
     with torch.no_grad():
-        _broadcast([tensor.detach() for _, tensor in named], source)
+        _broadcast([tensor.detach() for _, tensor in named], source, group)
     expect_averaging(starts_equal=True)
 
 
 @all_or_none
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Give every rank's optimizer the root's state and options; collective.
 
     Args:
         optimizer: may be a `DistributedOptimizer`; its state may be empty on any rank.
-        root: the rank whose state is broadcast.
+        root: the rank whose state is broadcast, of the job.
+        group: as in `broadcast_parameters`.
 
     Raises:
-        ArgumentError: the optimizer is sharded; load its state on all ranks.
+        ArgumentError: the optimizer is sharded (load its state on all ranks), or `root` or this rank is not in the
+            group.
     """
     if is_sharded(optimizer):
         raise ArgumentError(
@@ -92,9 +102,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         raise ArgumentError(
             f"optimizer={type(optimizer).__name__} is no optimizer; for models, use broadcast_parameters."
         )
-    communicator = current().communicator
-    source = Root(check_rank(root, communicator))
-    if current().topology.size == 1 or current().is_joining:
+    communicator = communicator_of(group)
+    source = _source(root, communicator)
+    if communicator.size == 1 or current().is_joining:
         return
     state: Any = optimizer.state_dict() if source.is_here() else None
     for leaf in tree_leaves(state):
@@ -104,7 +114,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     described = communicator.broadcast_object(placeholders, source.rank_in(communicator), "broadcast_optimizer_state")
     if not source.is_here():
         state = tree_map_only(Placeholder, Placeholder.empty, described)
-    _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], source)
+    _broadcast([leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)], source, group)
     if not source.is_here():
         optimizer.load_state_dict(state)
 
@@ -127,10 +137,16 @@ class Placeholder:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=own)
 
 
+def _source(root: int, members: Communicator[Any]) -> Root:
+    root_in(root, members, current())
+    return Root(root)
+
+
 @purpose("broadcast of weights and states")
-def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
+def _broadcast(tensors: list[torch.Tensor], source: Root, group: Group | None) -> None:
     """Overwrite tensors with the source's; those on GPUs are broadcast in one NCCL group."""
-    if current().topology.size == 1:
+    members = current() if group is None else group
+    if members.communicator.size == 1:
         return
     targets = []
     for tensor in tensors:
@@ -138,31 +154,32 @@ def _broadcast(tensors: list[torch.Tensor], source: Root) -> None:
             targets.append(Target([tensor], "tensor", keep=True))
         else:
             plain = known_bytes(tensor)
-            broadcast(plain, source.rank_in(current().communicator), out=plain)
+            broadcast(plain, source.rank_in(current().communicator), out=plain, group=group)
     if targets:
         index = index_of(targets[0].flat)
-        communicator = current().device_communicator(index, streams(index))
+        communicator = members.device_communicator(index, streams(index))
         with communicator.group():
             for target in targets:
-                communicator.broadcast(cast(DeviceMemory, target.memory), source.rank_in(current().communicator))
+                communicator.broadcast(cast(DeviceMemory, target.memory), source.rank_in(communicator))
         for target in targets:
             target.store()
 
 
-def _check_equal(described: list[tuple[str, str, tuple[int, ...], str]]) -> None:
-    """Compare name, dtype, shape and kind of device of every tensor among the ranks.
+def _check_equal(described: list[tuple[str, str, tuple[int, ...], str]], members: Communicator[Any]) -> None:
+    """Compare name, dtype, shape and kind of device of every tensor among the members.
 
     A tensor that is on the CPU of one rank and on the GPU of another would be broadcast by two communicators, in each
     of which a rank waits for the other.
     """
-    by_rank = current().communicator.all_gather_object(described, "broadcast_parameters")
-    for other, theirs in enumerate(by_rank):
+    by_rank = members.all_gather_object(described, "broadcast_parameters")
+    for other, theirs in zip(members.ranks, by_rank, strict=True):
         if theirs == by_rank[0]:
             continue
         for i in range(max(len(theirs), len(by_rank[0]))):
             first, second = (tensors[i] if i < len(tensors) else "no such tensor" for tensors in (by_rank[0], theirs))
             if first != second:
                 raise MismatchError(
-                    f"tensors to broadcast differ at number {i}: rank 0 has {first}, rank {other} has {second}. "
+                    f"tensors to broadcast differ at number {i}: rank {members.ranks[0]} has {first}, rank {other} has "
+                    f"{second}. "
                     "Build the same model on all ranks, on the same kind of device."
                 )

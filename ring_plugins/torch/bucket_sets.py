@@ -29,6 +29,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.gradients.trials import ALWAYS, Overlap
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
@@ -54,12 +55,15 @@ def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
     return model.named_parameters() if isinstance(model, nn.Module) else model
 
 
-def communicator_for(named: Iterable[tuple[str, torch.Tensor]], purpose: str = "gradients") -> Communicator[Any]:
-    """A new communicator of all ranks, with a name of its own, for the device that the parameters are on; collective.
+def communicator_for(
+    named: Iterable[tuple[str, torch.Tensor]], purpose: str = "gradients", group: Group | None = None
+) -> Communicator[Any]:
+    """A new communicator, with a name of its own, for the device that the parameters are on; collective.
 
     Args:
         named: (name, parameter) pairs.
         purpose: begins its name.
+        group: whose ranks it connects, by default all.
 
     Raises:
         ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
@@ -78,11 +82,11 @@ def communicator_for(named: Iterable[tuple[str, torch.Tensor]], purpose: str = "
             f"tensors lie on several devices: {places}. Each rank uses one; move the model there first."
         )
     _, example = next(iter(devices.values()), ("", torch.empty(0, device="cpu")))
-    world = current()
-    if world.topology.size == 1:
-        return world.new_communicator(purpose)
+    members = current() if group is None else group
+    if (current().topology.size if group is None else group.size) == 1:
+        return members.new_communicator(purpose)
     own = example.device.type, _made.get(purpose, 0)
-    kinds, made = zip(*world.communicator.all_gather_object(own, f"new communicator for {purpose}"), strict=True)
+    kinds, made = zip(*members.communicator.all_gather_object(own, f"new communicator for {purpose}"), strict=True)
     _made[purpose] = number = max(made) + 1
     name = purpose if number == 1 else f"{purpose} {number}"
     if len(set(kinds)) > 1:
@@ -90,8 +94,8 @@ def communicator_for(named: Iterable[tuple[str, torch.Tensor]], purpose: str = "
             f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
         )
     if not is_on_gpu(example):
-        return world.new_communicator(name)
-    return world.new_device_communicator(name, index_of(example), streams(index_of(example)))
+        return members.new_communicator(name)
+    return members.new_device_communicator(name, index_of(example), streams(index_of(example)))
 
 
 class BucketSets:
@@ -277,6 +281,11 @@ class BucketSets:
         if not self._hooks.fit(buckets.bucket_of):
             self._put_hooks()
         return buckets
+
+    def claim_alone(self) -> None:
+        """Claim all parameters though nothing is averaged; else ranks of which each has its own would compare them."""
+        self.claim.take(self.all_named(), self._communicator)
+        self.claim.settle(self._communicator)
 
     def explain(self, error: MismatchError, trained: Sequence[bool]) -> None:
         """Say in an error what this rank has frozen or unfrozen, which the others may not have.

@@ -23,21 +23,21 @@ from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
 from ring_plugins.torch.tensors import Target, check_dense
 
 
-def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool, group: Group | None) -> Any:
+def all_reduce(x: torch.Tensor, op: Op, out: Any, wait: bool, group: Group | None = None) -> Any:
     """Combine `x` of all ranks."""
     return _in_place(
         "all_reduce", x, out, wait, group, lambda communicator, memory: communicator.all_reduce(memory, op)
     )
 
 
-def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool, group: Group | None) -> Any:
+def broadcast(x: torch.Tensor, root: int, out: Any, wait: bool, group: Group | None = None) -> Any:
     """Return the root's `x` on every rank."""
     return _in_place(
         "broadcast", x, out, wait, group, lambda communicator, memory: communicator.broadcast(memory, root)
     )
 
 
-def all_gather(x: torch.Tensor, wait: bool, group: Group | None) -> Any:
+def all_gather(x: torch.Tensor, wait: bool, group: Group | None = None) -> Any:
     """Concatenate `x` of all ranks along the first dimension."""
     communicator, source = _communicator(x, group), _source(x)
     lengths = [rows for (rows,) in _exchange_rows(communicator, source, source.shape[:1], "all_gather")]
@@ -51,7 +51,7 @@ def all_gather(x: torch.Tensor, wait: bool, group: Group | None) -> Any:
     return _run(communicator, "all_gather", run, wait)
 
 
-def reduce_scatter(x: torch.Tensor, op: Op, wait: bool, group: Group | None) -> Any:
+def reduce_scatter(x: torch.Tensor, op: Op, wait: bool, group: Group | None = None) -> Any:
     """Combine `x` of all ranks and give each rank one part of the result."""
     communicator = _communicator(x, group)
     lengths = scatter_rows(rows_of(x.shape, "reduce_scatter"), communicator.size)
@@ -66,7 +66,7 @@ def reduce_scatter(x: torch.Tensor, op: Op, wait: bool, group: Group | None) -> 
     return _run(communicator, "reduce_scatter", run, wait)
 
 
-def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool, group: Group | None) -> Any:
+def all_to_all(x: torch.Tensor, splits: Sequence[int] | None, wait: bool, group: Group | None = None) -> Any:
     """Send part i of `x` to rank i, and receive a part from every rank."""
     communicator = _communicator(x, group)
     send = check_splits(splits, rows_of(x.shape, "all_to_all"), communicator.size)

@@ -31,6 +31,8 @@ from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
 from ring_plugins.core.gradients.trials import BucketTuner, choose_overlap, chosen_overlap, tuning_is_wanted
+from ring_plugins.core.groups import Group as RankGroup
+from ring_plugins.core.groups import communicator_of
 from ring_plugins.core.world import (
     constructed_by_all,
     current,
@@ -90,14 +92,16 @@ class GradientAverager:
         communicator: reduces the gradients; by default a new one over all ranks, for the parameters' device.
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
+        group: whose ranks average, by default all. Its members alone construct it. Averagers of different groups own
+            different parameters, as where experts are sharded over groups and dense layers are not (docs/groups.md).
 
-    All ranks construct it together. Its gradients must not be computed by several threads at once. If several models
-    have an averager each, their backward passes may run at the same time.
+    All ranks construct it together, or all of the group. Its gradients must not be computed by several threads at once.
+    If several models have an averager each, their backward passes may run at the same time.
 
     Raises:
         MismatchError: the models differ among ranks; the text names the first parameter that does.
-        ArgumentError: `sparse`, `passes_per_step` or `compression` is invalid, or the parameters are on several
-            devices.
+        ArgumentError: `sparse`, `passes_per_step` or `compression` is invalid, the parameters are on several devices,
+            or this rank is not in the group.
         RingError: at its first use, another averager that is in use has some of the parameters. Also, on all ranks, at
             the next use after a backward that raised on some of them and was caught; see `skip_step_on`.
     """
@@ -115,8 +119,9 @@ class GradientAverager:
         error_feedback: bool = False,
         overlap: bool | Literal["auto"] = "auto",
         communicator: Communicator[Any] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        with on_all_or_none(communicator, _CONSTRUCTING) if communicator else constructed_by_all(_CONSTRUCTING):
+        with constructed_by_all(_CONSTRUCTING, communicator or (communicator_of(group) if group is not None else None)):
             if sparse not in ("gather", "densify"):
                 raise ArgumentError(f'sparse={sparse!r} must be "gather" or "densify".')
             _check_passes(passes_per_step)
@@ -130,7 +135,9 @@ class GradientAverager:
             codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
             #: What reduces the gradients.
-            self.communicator: Communicator[Any] = communicator or communicator_for(named_parameters(model))
+            self.communicator: Communicator[Any] = communicator or communicator_for(
+                named_parameters(model), group=group
+            )
             self._recovery: RecoveryCheck | None = None
             if self.communicator.recovers:
                 if tuning_is_wanted(autotune):
@@ -140,9 +147,9 @@ class GradientAverager:
         self._streams = None if gpu is None else streams(gpu)
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._tuner: BucketTuner | None = None
-        self._passes_per_step, self._passes = passes_per_step, 0
-        self._accumulates = False
-        self._synchronizes, self._has_told_of_graphs = True, False
+        # The last is the number of the last change when a look has found nothing unusual.
+        self._passes_per_step, self._passes, self._seen = passes_per_step, 0, -1
+        self._accumulates, self._synchronizes, self._has_told_of_graphs = False, True, False
         #: What it knows of gradients that are not averaged.
         self.own = OwnGradients(self)
         self._hooks = Hooks(self, next(_order), self._streams)
@@ -159,7 +166,6 @@ class GradientAverager:
         self._finalizer.atexit = False  # type: ignore[misc, unused-ignore]
         #: The steps that all ranks skip.
         self.skipping = SkippedSteps(self.communicator)
-        self._seen = -1  # the number of the last change when a look has found nothing unusual
         #: Whether it averaged, and was closed; and whether it averages in host memory.
         self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
@@ -183,6 +189,8 @@ class GradientAverager:
                 raise
             if self.communicator.broadcast_object(tuning_is_wanted(autotune), purpose="GradientAverager"):
                 self._tuner = BucketTuner(sizes, self._buckets.plan.buckets_with, self.communicator)
+        elif group is not None:  # a group of one, whose parameters other ranks need not have
+            self._sets.claim_alone()
 
     # Figures ----------------------------------------------------------------------------------------
 

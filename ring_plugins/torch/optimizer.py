@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import announce_training, constructed_by_all
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.consistency import parameter_checksums
@@ -79,6 +80,7 @@ class DistributedOptimizer(WrappedOptimizer):
             for torch's optimizers that treat each element on its own. "slices" does so for any optimizer, "tensors"
             gives whole tensors to ranks. `step` and `state_dict` are collective then; see docs/sharded_optimizer.md.
         overlap: whether averaging overlaps backward; see `GradientAverager`.
+        group: whose ranks average, and share what is sharded, by default all; only these construct it.
 
     Raises:
         ArgumentError: an argument is invalid, `named_parameters` lacks a parameter that is optimized, or the optimizer
@@ -100,8 +102,10 @@ class DistributedOptimizer(WrappedOptimizer):
         error_feedback: bool = False,
         shard: Shard = False,
         overlap: bool | Literal["auto"] = "auto",
+        group: Group | None = None,
     ) -> None:
-        with constructed_by_all("the construction of a DistributedOptimizer"):
+        members = None if group is None else communicator_of(group)
+        with constructed_by_all("the construction of a DistributedOptimizer", members):
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
             self.optimizer = optimizer
@@ -121,9 +125,10 @@ class DistributedOptimizer(WrappedOptimizer):
             compression=compression,
             error_feedback=error_feedback,
             overlap=overlap,
+            group=group,
         )
         try:
-            self.optimizer = shard_optimizer(optimizer, shard, self._named())
+            self.optimizer = shard_optimizer(optimizer, shard, self._named(), group)
             self.averager.compare_options(partial(getattr, self.optimizer, "param_groups"), self._names)
             self.averager.checks.follow_others()
         except BaseException:

@@ -28,6 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.torch.hooks import before_use
 from ring_plugins.torch.sliced_updates import UPDATES, CopiedState, SlicedUpdates
@@ -46,9 +47,14 @@ _GLOBAL = ("lbfgs", "dadapt", "prodigy")
 
 
 def shard_optimizer(
-    optimizer: Optimizer, shard: Shard, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+    optimizer: Optimizer,
+    shard: Shard,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+    group: Group | None = None,
 ) -> Optimizer:
-    """Shard an optimizer among all ranks; a job of one rank gets the optimizer back. Arguments as `ShardedOptimizer`.
+    """Shard an optimizer among all ranks, or those of a group; one rank alone gets the optimizer back.
+
+    Arguments as `ShardedOptimizer`.
 
     Raises:
         ArgumentError, MismatchError: as there.
@@ -57,11 +63,11 @@ def shard_optimizer(
         if isinstance(optimizer, ShardedOptimizer):
             raise ArgumentError("this optimizer holds the state of a sharded one; pass shard=True, as before.")
         return optimizer
-    is_alone = not is_initialized() or current().topology.size == 1
+    is_alone = not is_initialized() or (current().topology.size if group is None else group.size) == 1
     if is_alone and not isinstance(optimizer, ShardedOptimizer):
         check_shardable(optimizer, shard)
         return optimizer
-    return ShardedOptimizer(optimizer, named_parameters, shard)
+    return ShardedOptimizer(optimizer, named_parameters, shard, group)
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -102,6 +108,7 @@ class ShardedOptimizer(WrappedOptimizer):
             sharded one, made by pickle or deepcopy, it continues with that state, on the same number of ranks.
         named_parameters: for names in error texts.
         shard: see `Shard`.
+        group: whose ranks share it, by default all.
 
     Raises:
         ArgumentError: the optimizer cannot be sharded in this way, or parameters are on a GPU or have gaps.
@@ -114,6 +121,7 @@ class ShardedOptimizer(WrappedOptimizer):
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
         shard: Shard = True,
+        group: Group | None = None,
     ) -> None:
         self._updates: Any
         before: Any = None
@@ -126,7 +134,7 @@ class ShardedOptimizer(WrappedOptimizer):
             before.release()
         self.optimizer = optimizer
         names = {parameter: name for name, parameter in named_parameters}
-        self._updates = SlicedUpdates(optimizer, names, whole_tensors=shard == "tensors")
+        self._updates = SlicedUpdates(optimizer, names, whole_tensors=shard == "tensors", group=group)
         self._updates.adopt_copy(copied)
 
     @property  # type: ignore[misc]

@@ -17,6 +17,7 @@ from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingErro
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.slices import Piece, UpdateComparison
+from ring_plugins.core.groups import Group
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.consistency import differing_weights
 from ring_plugins.torch.bucket_sets import communicator_for
@@ -37,15 +38,18 @@ class SlicedUpdates:
         optimizer: the wrapped one.
         names: of its parameters, for errors.
         whole_tensors: whether a tensor is updated by one rank as a whole.
+        group: whose ranks share it, by default all.
     """
 
-    def __init__(self, optimizer: Optimizer, names: dict[torch.Tensor, str], whole_tensors: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: dict[torch.Tensor, str], whole_tensors: bool, group: Group | None = None
+    ) -> None:
         current().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
         self._optimizer, self._names, self._whole_tensors = optimizer, names, whole_tensors
         #: One for the groups of the construction, one for each later change.
         self._slices: list[ParameterSlices] = []
-        with constructed_by_all("sharding an optimizer"):
-            communicator = communicator_for(self._new_parameters(), "sharded updates")
+        with constructed_by_all("sharding an optimizer", None if group is None else group.communicator):
+            communicator = communicator_for(self._new_parameters(), "sharded updates", group)
         #: Gathers slices where the parameters are; and what ranks tell each other goes through memory of the host.
         self._communicator = communicator
         self._host = communicator.executor.host if isinstance(communicator, DeviceCommunicator) else communicator

@@ -49,6 +49,20 @@ def test_torch_loop():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("started_by", "processes"), [("spawned", 2), ("spawned", 4), ("mpirun", 4)])
+def test_experts(started_by, processes):
+    """Experts that are shared out among groups become those of one process."""
+    one, several = (
+        closing(
+            run_ranks(EXAMPLES / "experts.py", ranks, launcher, ["--ranks", str(ranks), "--steps", "60"], timeout=120),
+            r"^ranks \d, [\d.]+ s, loss ([\d.]+), experts' weights ([\d.]+)$",
+        )
+        for ranks, launcher in ((1, "spawned"), (processes, started_by))
+    )
+    assert several.groups() == one.groups()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "killed"),
     [("survive.py", "0, 1, 3"), ("lightning_survive.py", "0, 1, 3"), ("keras_survive.py", "0, 1, 2")],

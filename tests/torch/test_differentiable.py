@@ -46,20 +46,17 @@ def test_only_sums_and_averages_have_gradients(call):
         call(torch.ones(2), Op.MAX)
 
 
-def test_backwards_of_different_collectives_are_a_mismatch_that_names_both(monkeypatch):
-    class Communicator:
+def test_backwards_of_different_collectives_are_a_mismatch_that_names_both():
+    class Members:
+        size, ranks = 2, (0, 5)
+
         def all_gather_object(self, own, _):
             return [own, ("broadcast", 7)]
 
-    class Topology:
-        size = 2
-
-    class World:
-        communicator, topology = Communicator(), Topology()
-
-    monkeypatch.setattr(differentiable, "current", World)
-    with pytest.raises(MismatchError, match=r"rank 0: all_reduce \(number 3\), rank 1: broadcast \(number 7\)"):
-        differentiable._Collective.backward(SimpleNamespace(name="all_reduce", number=3), torch.ones(1))
+    with pytest.raises(MismatchError, match=r"rank 0: all_reduce \(number 3\), rank 5: broadcast \(number 7\)"):
+        differentiable._Collective.backward(
+            SimpleNamespace(name="all_reduce", number=3, members=Members()), torch.ones(1)
+        )
 
 
 def test_results_stay_where_their_tensors_are_whatever_the_default_device():
