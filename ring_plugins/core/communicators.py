@@ -19,11 +19,13 @@ from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.executor import DeviceExecutor
+from ring_plugins.core.gpu.recovery import GpuRecovery
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.core.net.transport import Transport
@@ -179,15 +181,21 @@ class Communicators:
             DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
             MismatchError: the ranks have different releases of NCCL.
         """
-        self.refuse_to_recover("communication between GPUs")
         host = self.new_communicator(name, ranks, gather, within=within)
         wait = Wait(name, self.failure_detector)
         choose_interface()
         with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):
             nccl, driver = load_nccl(), load_driver()
-        communicator = DeviceCommunicator(DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream))
+        executor = DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream)
+        recovery = None
+        if isinstance(host, HostCommunicator) and host.recovers:
+            recovery = GpuRecovery(executor, host, self._mesh, lambda: self.members.view)
+        communicator = DeviceCommunicator(executor, recovery)
         self._keep(communicator)
         return communicator
+
+    def _mesh(self) -> Mesh | None:
+        return self.failure_detector.mesh if self.failure_detector is not None else None
 
     def device_communicator(self, device: int, streams: Streams) -> DeviceCommunicator:
         """A communicator of all ranks for the public functions; the first call, which all ranks make, creates it."""

@@ -44,8 +44,6 @@ def broadcast_parameters(
             is not in the group.
         MismatchError: names, shapes, dtypes or kinds of device differ among ranks; the text names the first that does.
     """
-    if current().is_joining:  # it gets the others' weights with their state
-        return
     if isinstance(parameters, torch.optim.Optimizer):
         raise ArgumentError(
             f"parameters={type(parameters).__name__} is an optimizer: pass the model, and call "
@@ -71,6 +69,9 @@ def broadcast_parameters(
         )
     for name, tensor in named:
         check_plain(tensor, name, is_written=True)
+    if current().is_joining:  # it gets the others' weights with their state
+        _connect_gpus([tensor for _, tensor in named])
+        return
     members = communicator_of(group)
     source = _source(root, members)
     described = [(name, str(tensor.dtype), tuple(tensor.shape), tensor.device.type) for name, tensor in named]
@@ -140,6 +141,12 @@ class Placeholder:
 def _source(root: int, members: Communicator[Any]) -> Root:
     root_in(root, members, current())
     return Root(root)
+
+
+def _connect_gpus(tensors: list[torch.Tensor]) -> None:
+    """In a process that joins, make the communicator that the members made to broadcast these."""
+    if on_gpu := [index_of(tensor) for tensor in tensors if is_on_gpu(tensor)]:
+        current().device_communicator(on_gpu[0], streams(on_gpu[0]))
 
 
 @purpose("broadcast of weights and states")

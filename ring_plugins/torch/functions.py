@@ -15,8 +15,10 @@ import torch
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import check_splits, exchange_rows, rows_of, scatter_rows
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
+from ring_plugins.core.gpu.recovery import Finished
 from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.torch.device import index_of, is_on_gpu, memory_of, streams
@@ -108,10 +110,15 @@ def _in_place(
                 target.store()
             return result
 
-        return _run(communicator, name, run, wait)
+        if not communicator.recovers or name != "all_reduce":
+            return _run(communicator, name, run, wait)
+        saved = result.clone()
+        return _run(communicator, name, lambda: repeated(lambda: (result.copy_(saved), run())[1]), wait)
 
 
 def _run(communicator: DeviceCommunicator, name: str, run: Callable[[], torch.Tensor], wait: bool) -> Any:
+    if communicator.recovers and not wait:  # at once, so that it can be repeated
+        return Finished(name, run())
     return run() if wait else communicator.start(name, run)
 
 

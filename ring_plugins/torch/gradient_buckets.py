@@ -50,6 +50,7 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import COUNT, bits_of, differ, listed
 from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
@@ -187,8 +188,6 @@ class GradientBuckets:
         self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
         self._buffer, self._tensors = self._allocate(compression)
         self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
-        #: NCCL sums gradients that were scaled before (see `core.gpu.communicator`); on the host the sum is divided.
-        self._scale = 1.0 if gpu is None else 1 / communicator.size
         self._gradients: list[torch.Tensor] = []
         self._flags: list[torch.Tensor] = []
         #: By bucket what follows its gradients, its flags and perhaps the control numbers, and what a rank writes there
@@ -242,6 +241,8 @@ class GradientBuckets:
         on_gpu = DeviceBuckets(self.plan, device, self._communicator if self._is_registered else None)
         if compression is None:
             return on_gpu, on_gpu.tensors
+        if self._recovers:
+            current().refuse_to_recover("compression of gradients between GPUs")
         self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)
         return self._half, on_gpu.tensors
 
@@ -259,6 +260,11 @@ class GradientBuckets:
         The number of ranks changes: a process that joins has made its buckets while it was alone.
         """
         return 0.5 / self._communicator.size
+
+    @property
+    def _scale(self) -> float:
+        """NCCL sums gradients that were scaled before (see `core.gpu.communicator`); on the host the sum is divided."""
+        return 1.0 if self._streams is None else 1 / self._communicator.size
 
     # A pass, from the first gradient to the averages ----------------------------------------------------
 
@@ -288,19 +294,35 @@ class GradientBuckets:
                 small.take(gradients, lambda: self._check_unchanged(*bucket.entries))
             if to:
                 torch._foreach_copy_(to, source)
-            if self._scale != 1.0:  # the reduction does not divide by the number of ranks
-                for gradient in [self._gradients[bucket.index], *direct] if bucket.flags else direct:
-                    gradient.mul_(self._scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
-            self._write_tail(bucket)
-            for place in absent:
-                self._flags[bucket.index][place] = 0
+            if self._streams is not None and (kept := self.reducer.kept) is not None:
+                in_place = [self._gradients[bucket.index], *direct]
+                copies = [gradient.clone() for gradient in in_place]
+                kept.refill_by(bucket.index, partial(self._restore, bucket, in_place, copies, absent))
+            self._scale_and_tell(bucket, direct, absent)
         if moved:
             self._check_unchanged(*moved)
             for i in moved:
                 self.parameters[i].grad = self.views[i]
-        if not direct and self._half is None and self.reducer.kept is None:
+        if not direct and self._half is None and (self.reducer.kept is None or self._streams is not None):
             return []
         return self._memories(bucket, direct, source + (gradients or []), to + (small.views if gradients else []))
+
+    def _scale_and_tell(self, bucket: Bucket, direct: Sequence[torch.Tensor], absent: Sequence[int]) -> None:
+        """Scale what the reduction sums, and write what a bucket tells; arguments as `_sorted` returns them."""
+        if (scale := self._scale) != 1.0:  # the reduction does not divide by the number of ranks
+            for gradient in [self._gradients[bucket.index], *direct] if bucket.flags else direct:
+                gradient.mul_(scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
+        self._write_tail(bucket)
+        for place in absent:
+            self._flags[bucket.index][place] = 0
+
+    @torch.inference_mode()
+    def _restore(
+        self, bucket: Bucket, in_place: list[torch.Tensor], copies: list[torch.Tensor], absent: Sequence[int]
+    ) -> None:
+        """On a GPU, where ranks were lost: let a bucket hold again what this rank has computed, for those left."""
+        torch._foreach_copy_(in_place, copies)
+        self._scale_and_tell(bucket, in_place[1:], absent)
 
     def _sorted(
         self, others: list[tuple[int, int]]
@@ -372,7 +394,7 @@ class GradientBuckets:
         memory_of: Callable[[torch.Tensor], Memory] = dense_memory
         if self._streams is None and bucket.dtype in _KNOWN_TO_NUMPY:
             memory_of = partial(host_memory_of, dtype=bucket.dtype)
-        if (kept := self.reducer.kept) is None:
+        if (kept := self.reducer.kept) is None or self._streams is not None:
             return list(map(memory_of, direct))
         if moved and len(moved) == len(bucket.entries) - len(bucket.direct) and _are_new(moved):
             kept.refill_by(bucket.index, partial(_move, views, moved))  # else other gradients lie in the bucket

@@ -474,6 +474,7 @@ class GradientAverager:
         if self._recovery is not None:
             buckets.wants_change = self._recovery.begin_pass()
         at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined
+        at_once |= self._recovery is not None  # the host has waited for the GPU
         try:
             outcome = buckets.finish(at_once) if failure is None else buckets.fail()
         except MismatchError as error:

@@ -37,6 +37,7 @@ from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import common_place
 from ring_plugins.torch.broadcast import Placeholder
+from ring_plugins.torch.device import is_on_gpu
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.loaders import batches_from, divide_anew
 from ring_plugins.torch.tensor_memory import dense_memory, is_dense
@@ -204,7 +205,8 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
     """Give those that have joined the state of an earlier rank; if that is lost meanwhile, of the next one. Collective.
 
     Args:
-        state: returns this rank's: what can be pickled, and tensors on the CPU in dicts, lists and tuples.
+        state: returns this rank's: what can be pickled, and tensors in dicts, lists and tuples. Those on a GPU go
+            through host memory.
         joined: world ranks of those that have joined.
 
     Returns:
@@ -229,8 +231,11 @@ def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> d
         for tensor in tensors:
             if tensor.numel():  # the giver's may be a view with gaps, which a new one lacks; otherwise both lie alike
                 dense = tensor if is_dense(tensor) else tensor.contiguous()
+                on_host = dense.cpu() if is_on_gpu(dense) else dense
                 with purpose("TrainingState"):
-                    communicator.broadcast(dense_memory(dense), root())
+                    communicator.broadcast(dense_memory(on_host), root())
+                if on_host is not dense:
+                    tensor.copy_(on_host)
 
     found = transfer_state(described, joined, send)
     received = iter(tensors)

@@ -316,6 +316,11 @@ class HostCommunicator(Communicator[HostMemory]):
             return self._recovery.whole(self._executor, description, run)
         return self._executor.run_synchronously(description, function)
 
+    def whole(self, operation: str, function: Callable[[], T]) -> T:
+        """As `Recovery.whole`, where members may be lost."""
+        assert self._recovery is not None
+        return self._recovery.whole(self._executor, operation, function)
+
     def reject(self, operation: str, error: BaseException) -> None:
         self._executor.reject(operation, error)
 

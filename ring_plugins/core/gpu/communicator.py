@@ -24,6 +24,7 @@ from ring_plugins.core.collectives.api import Activity, Communicator, Work
 from ring_plugins.core.collectives.validation import check_counts, check_rank
 from ring_plugins.core.gpu.executor import DeviceExecutor
 from ring_plugins.core.gpu.nccl import BYTES
+from ring_plugins.core.gpu.recovery import GpuRecovery
 from ring_plugins.core.gpu.registered import RegisteredMemory
 from ring_plugins.core.linux.shared_memory import SharedBuffer
 
@@ -32,11 +33,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _tells_rejections(collective: F) -> F:
-    """Let a method tell the other members if this one rejects its arguments, so that their GPUs do not wait for it."""
+    """Let a method tell the other members if this one rejects its arguments, so that their GPUs do not wait for it.
+
+    Where members may be lost, a call outside of others is a whole (recovery.py).
+    """
 
     @functools.wraps(collective)
     def telling(self: DeviceCommunicator, *args: Any, **options: Any) -> Any:
         try:
+            recovery = self._recovery
+            if recovery is not None and recovery.is_outside:
+                return recovery.run(collective.__name__, functools.partial(collective, self, *args, **options))
             return collective(self, *args, **options)
         except ArgumentError as error:
             self.executor.tell_rejection(collective.__name__, error)
@@ -52,17 +59,25 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
 
     Args:
         executor: runs its operations.
+        recovery: how it goes on when members are lost; None where that ends the job.
 
     Attributes:
         executor: as given.
         stream: handle of the stream on which it communicates.
     """
 
-    def __init__(self, executor: DeviceExecutor) -> None:
+    def __init__(self, executor: DeviceExecutor, recovery: GpuRecovery | None = None) -> None:
+        self._recovery, self.recovers = recovery, recovery is not None
         self.executor, self._host, self._connection = executor, executor.host, executor.connection
         self.name, self.device = executor.name, executor.device
-        self.rank, self.size, self.ranks = self._host.rank, self._host.size, self._host.ranks
         self.statistics, self.stream = executor.statistics, executor.queue.stream
+        if recovery is not None:
+            recovery.follow = self._follow
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have the members of the host's communicator, which may have changed."""
+        self.rank, self.size, self.ranks = self._host.rank, self._host.size, self._host.ranks
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -187,6 +202,8 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
     # Order ----------------------------------------------------------------------------------------
 
     def group(self) -> contextlib.AbstractContextManager[None]:
+        if self._recovery is not None and self._recovery.is_outside:
+            return contextlib.nullcontext()  # each call is a whole
         return self.executor.launch("group")
 
     def start(self, description: str, function: Callable[[], T], repeats: bool = False) -> Work[T]:
@@ -194,10 +211,15 @@ class DeviceCommunicator(Communicator[DeviceMemory]):
 
         `function` itself runs at once, in the calling thread, and its error is raised here.
         """
+        if (recovery := self._recovery) is not None:
+            return recovery.start(description, function) if repeats else recovery.start_whole(description, function)
         return self.executor.start(description, function)
 
     def wait_for(self, works: Sequence[Work[Any]]) -> None:
-        works[-1].wait()  # all are on one stream
+        if self._recovery is not None:
+            self._recovery.wait_for(works)
+        else:
+            works[-1].wait()  # all are on one stream
 
     def synchronize(self) -> None:
         """Wait on the host until the GPU has completed all operations of this communicator; notices dead peers."""

@@ -32,17 +32,33 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import DeviceError, MismatchError, RingError, TimeoutExceeded, name_ranks
+from ring_plugins.core.base.errors import (
+    DeviceError,
+    MembersLost,
+    MismatchError,
+    RingError,
+    TimeoutExceeded,
+    name_ranks,
+)
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
-from ring_plugins.core.gpu.nccl import COLLECTIVE_WINDOW, IN_PROGRESS, SUCCESS, Config, Nccl, UniqueId, version_text
+from ring_plugins.core.gpu.nccl import (
+    COLLECTIVE_WINDOW,
+    IN_PROGRESS,
+    SHRINK_ABORT,
+    SUCCESS,
+    Config,
+    Nccl,
+    UniqueId,
+    version_text,
+)
 from ring_plugins.core.gpu.nccl_log import nccl_log
 from ring_plugins.core.linux.process import boot_id
 from ring_plugins.core.net.network_choice import wanted_interfaces
@@ -58,7 +74,9 @@ _offer_core = ctypes.PyDLL(None).sched_yield
 FINALIZE_TIMEOUT = 10.0
 #: Seconds that closing waits for an abort: enough where NCCL is healthy, little where it hangs.
 _ABORT_TIMEOUT = 2.0
-#: Places to which a thread of NCCL's may yet write the handle of a window.
+#: Seconds in which a communicator shrinks, or else a new one is made.
+_SHRINK_TIMEOUT = 20.0
+#: Places to which a thread of NCCL's may yet write a handle.
 _abandoned: list[ctypes.c_void_p] = []
 
 
@@ -75,6 +93,7 @@ class NcclConnection:
 
     Attributes:
         nccl: as given.
+        ranks: world ranks of the members that it connects.
 
     Raises:
         MismatchError: the ranks have different releases of NCCL.
@@ -87,11 +106,12 @@ class NcclConnection:
     ) -> None:
         self._name, self._device, self._stream = name, device, stream
         self._wait, self.nccl, self._driver = wait, nccl, driver
-        self._peers = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
         self._host = host
         self._aborting: threading.Thread | None = None
         self._blocks = False
-        self._communicator: ctypes.c_void_p | None = self._connect(host)
+        self._communicator: ctypes.c_void_p | None = None
+        self.ranks: tuple[int, ...] = ()
+        self.connect()
 
     @property
     def is_open(self) -> bool:
@@ -100,8 +120,16 @@ class NcclConnection:
 
     # Bootstrap ------------------------------------------------------------------------------------
 
-    def _connect(self, host: Communicator) -> ctypes.c_void_p:
-        nccl = self.nccl
+    def connect(self, is_lost: Callable[[], bool] | None = None) -> None:
+        """Connect all members that the host's communicator has now; collective.
+
+        Args:
+            is_lost: whether a member is lost, so that connecting is useless; None where that raises.
+
+        Raises:
+            MismatchError, DeviceError, TimeoutExceeded: see the class.
+        """
+        host, nccl = self._host, self.nccl
         share = config.SHARE_GPU.get()
         what = f"{self._name}: connecting by NCCL"
         with on_all_or_none(host, what, is_alone=True):
@@ -132,35 +160,90 @@ class NcclConnection:
             )
         self._blocks = status != IN_PROGRESS  # as NCCL_COMM_BLOCKING=1 wants it
         try:
-            self._wait_until_connected(communicator, host)
+            self._wait_until_connected(lambda: nccl.state(communicator) == SUCCESS, is_lost)
         except BaseException as error:
             self._start_abort(communicator)
             self.wait_for_abort()
-            if isinstance(error, DeviceError):
+            if is_lost is None and isinstance(error, DeviceError):
                 host.interrupt(what, error)
             raise
         finally:
             if log is not None:
                 log.restore_environment()
-        return communicator
+        self._communicator, self.ranks = communicator, host.ranks
 
-    def _wait_until_connected(self, communicator: ctypes.c_void_p, host: Communicator) -> None:
-        limit = config.START_TIMEOUT.get()
-        end = time.monotonic() + limit
+    def shrink(self, is_lost: Callable[[], bool]) -> bool:
+        """Go on with those of its members that the host's communicator has now; collective.
+
+        Args:
+            is_lost: whether one of them is lost, too.
+
+        Returns:
+            Whether it does. If not, it is aborted, on all members.
+        """
+        gone = [self.ranks.index(rank) for rank in self.ranks if rank not in self._host.ranks]
+        parent, smaller = self._communicator, ctypes.c_void_p()
+        can = parent is not None and self.nccl.has("ncclCommShrink") and set(self._host.ranks) < set(self.ranks)
+        shrinks = all(self._host.all_gather_object(can, "shrink NCCL"))
+        if shrinks:
+            assert parent is not None
+            excluded = (ctypes.c_int * len(gone))(*gone)
+            _abandoned.append(smaller)  # a thread of NCCL's writes to it, whenever that is
+            with contextlib.suppress(DeviceError), self._driver.device(self._device):
+                nonblocking = ctypes.byref(Config.nonblocking())
+                self.call_own("ncclCommShrink", excluded, len(gone), ctypes.byref(smaller), nonblocking, SHRINK_ABORT)
+
+            def is_connected() -> bool:
+                is_made = self.nccl.state(parent) == SUCCESS and bool(smaller.value)
+                return is_made and self.nccl.state(smaller) == SUCCESS
+
+            try:
+                self._wait_until_connected(is_connected, is_lost, _SHRINK_TIMEOUT)
+            except (DeviceError, TimeoutExceeded):
+                shrinks = False
+        self.abort()
+        if shrinks:
+            self._communicator, self.ranks = smaller, self._host.ranks
+        return shrinks
+
+    def _wait_until_connected(
+        self, is_connected: Callable[[], bool], is_lost: Callable[[], bool] | None, limit: float | None = None
+    ) -> None:
+        host, limit = self._host, limit or config.START_TIMEOUT.get()
+        end, told = time.monotonic() + limit, "late"
 
         def over() -> bool:
+            nonlocal told
             host.check()  # another rank's NCCL failed
-            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
+            try:
+                told = "" if is_connected() else "late"
+            except DeviceError as error:
+                if is_lost is None:
+                    raise
+                told = str(error)  # the others hear of it, below
+            return told != "late" or time.monotonic() > end or (is_lost is not None and is_lost())
 
-        self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: connecting by NCCL")
-        connected = host.all_gather_object(self.nccl.state(communicator) == SUCCESS, "wait for NCCL")
-        missing = [rank for rank, is_connected in zip(host.ranks, connected, strict=True) if not is_connected]
-        if missing:
+        try:
+            self._wait.until(
+                over, self._peers if is_lost is None else list, lambda: f"{self._name}: connecting by NCCL"
+            )
+        except MembersLost:
+            if is_lost is None:
+                raise
+        outcomes = host.all_gather_object(told, "wait for NCCL")
+        without = [rank for rank, outcome in zip(host.ranks, outcomes, strict=True) if outcome]
+        if errors := [outcome for outcome in outcomes if outcome not in ("", "late")]:
+            raise DeviceError(f"{self._name}: {name_ranks(without)} could not be connected: {errors[0]}")
+        if without:
             raise TimeoutExceeded(
-                f"{self._name}: NCCL did not connect {name_ranks(missing)} of {name_ranks(host.ranks)} within "
+                f"{self._name}: NCCL did not connect {name_ranks(without)} of {name_ranks(host.ranks)} within "
                 f"{limit:g} s, although all of them called. NCCL_DEBUG=INFO shows what it tries; NCCL_SOCKET_IFNAME "
                 "chooses the network; RING_START_TIMEOUT sets the limit."
             )
+
+    def _peers(self) -> list[int]:
+        own = self._host.ranks[self._host.rank]
+        return [rank for rank in self._host.ranks if rank != own]
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -192,7 +275,7 @@ class NcclConnection:
             return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
 
         try:
-            self._wait.until(over, lambda: self._peers, lambda: f"{self._name}: registering memory with NCCL")
+            self._wait.until(over, self._peers, lambda: f"{self._name}: registering memory with NCCL")
         except BaseException:
             _abandoned.append(handle)
             raise
@@ -232,7 +315,7 @@ class NcclConnection:
             _offer_core()  # to that thread, where cores are scarce
         self._wait.until(
             lambda: self.nccl.state(communicator) == SUCCESS,
-            lambda: self._peers,
+            self._peers,
             lambda: f"{self._name}: {what} by NCCL",
         )
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, is_first_report
@@ -57,6 +57,26 @@ class StreamWork(Generic[T]):
         return self._result
 
 
+class Recovery(Protocol):
+    """What follows when members are lost (recovery.py).
+
+    Attributes:
+        trouble: an error of NCCL or CUDA, "" if there was none; the end of the operation tells the other members.
+    """
+
+    trouble: str
+
+    def look(self) -> None:
+        """End kernels that have waited for a dead member for some time; for the monitor thread."""
+
+    def reject_capture(self, operation: str) -> None:
+        """Reject to capture a CUDA graph.
+
+        Raises:
+            ArgumentError: always.
+        """
+
+
 class DeviceExecutor:
     """The executor of one communicator; its constructor is collective.
 
@@ -97,7 +117,9 @@ class DeviceExecutor:
         while _discarded:
             _discarded.popleft().release_discarded()
         self.name, self.device, self.host = name, device, host
-        self._streams, self._wait, self._driver = streams, wait, driver
+        self._streams, self.wait, self._driver = streams, wait, driver
+        #: How it goes on when members are lost; None where that ends the job. Set by whoever makes it.
+        self.recovery: Recovery | None = None
         self.statistics, self.failure = Statistics(), FailureState(name)
         self._own = host.ranks[host.rank]
         self.peers = [rank for rank in host.ranks if rank != self._own]
@@ -124,6 +146,7 @@ class DeviceExecutor:
     def start(self, description: str, function: Callable[[], T]) -> StreamWork[T]:
         """See `DeviceCommunicator.start`."""
         with self.exclusively(description):
+            self._reject_capture(description)
             caller = self.queue.follow_caller(description)
             with self._streams.using(self.queue.stream):
                 result = function()
@@ -153,6 +176,7 @@ class DeviceExecutor:
                 yield
                 return
             with self._driver.device(self.device):
+                self._reject_capture(what)
                 caller = self.queue.follow_caller(what)
                 self._scaled_after.clear()
                 with self.connection.group(what):
@@ -167,6 +191,10 @@ class DeviceExecutor:
                 if caller != self.queue.stream:  # otherwise `start` made this stream current, and pushes at its end
                     queued = self.queue.push("", self._operation, self.statistics.operations, caller)
                     self.queue.make_follow(caller, queued)
+
+    def _reject_capture(self, what: str) -> None:
+        if self.recovery is not None and self._driver.is_capturing(self._streams.current()):
+            self.recovery.reject_capture(what)
 
     def scale(self, memory: DeviceMemory, factor: float) -> None:
         """Multiply memory on the communication stream."""
@@ -198,7 +226,22 @@ class DeviceExecutor:
                 self.queue.drop_finished()
                 return not self.queue.unfinished
 
-        self._wait.until(is_idle, lambda: self.peers, lambda: f"{self.name}: work of the GPU")
+        missing = list if self.recovery is not None else lambda: self.peers
+        self.wait.until(is_idle, missing, lambda: f"{self.name}: work of the GPU")
+
+    def has_unfinished(self, checks: bool = True) -> bool:
+        """Whether operations are not known to be done; asks the GPU, and NCCL for errors if it `checks`."""
+        with self._lock, self._driver.device(self.device):
+            self.queue.drop_finished()
+            if checks:
+                self.connection.check()
+            return bool(self.queue.unfinished)
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Keep other threads out while the ranks connect anew, with the device current."""
+        with self._lock, self._driver.device(self.device):
+            yield
 
     # Failure --------------------------------------------------------------------------------------
 
@@ -211,7 +254,10 @@ class DeviceExecutor:
         except ArgumentError:
             raise
         except RingError as error:
-            self._break(error)
+            if self.recovery is None or not isinstance(error, DeviceError):
+                self._break(error)
+            else:  # which the end of the whole tells the other ranks
+                self.recovery.trouble = self.recovery.trouble or str(error)
             raise
         except Exception:
             raise  # the framework's, from a function given to `start`
@@ -224,6 +270,11 @@ class DeviceExecutor:
             self.failure.interrupt(operation, cause)
             self.connection.abort()
         self.host.interrupt(f"{self.name}: {operation}", cause)  # whose failure the other members look for (`poll`)
+
+    def break_down(self, error: BaseException) -> None:
+        """As an error that leaves members out of step does, which all of them raise."""
+        with self._lock:
+            self._break(error)
 
     def _break(self, error: BaseException) -> None:
         """Let every further call raise `error`, and end kernels that wait for peers; returns at once."""
@@ -258,6 +309,8 @@ class DeviceExecutor:
         try:
             if not self.connection.is_open:
                 return
+            if self.recovery is not None:
+                self.recovery.look()
             with self._breaking_on_error("its watchdog"), self._driver.device(self.device):
                 self.host.check()  # broken by a member that was interrupted
                 self.queue.poll()
@@ -341,7 +394,7 @@ class DeviceExecutor:
             return not self.queue.unfinished or time.monotonic() > end
 
         with contextlib.suppress(RingError), self._driver.device(self.device):
-            self._wait.until(over, list, lambda: f"{self.name}: deregistering memory")
+            self.wait.until(over, list, lambda: f"{self.name}: deregistering memory")
             if not self.queue.unfinished:
                 self.registered.deregister()
 

@@ -24,6 +24,8 @@ SUCCESS, IN_PROGRESS = 0, 7
 #: The first release with nonblocking communicators. With an older one, a start that hangs could not be given up.
 OLDEST = 21400
 _FLOAT8_SINCE = 22400
+#: NCCL_SHRINK_ABORT: end what is under way first.
+SHRINK_ABORT = 1
 #: NCCL_WIN_COLL_SYMMETRIC: all ranks use the memory at equal offsets.
 COLLECTIVE_WINDOW = 1
 
@@ -65,6 +67,7 @@ FUNCTIONS: Declarations = {
     "ncclGroupEnd": (),
     "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, _RANK, POINTER(Config)),
     "ncclCommGetAsyncError": (_COMMUNICATOR, POINTER(c_int)),
+    "ncclCommShrink": (_COMMUNICATOR, POINTER(c_int), c_int, POINTER(c_void_p), POINTER(Config), c_int),
     "ncclCommAbort": (_COMMUNICATOR,),
     "ncclCommFinalize": (_COMMUNICATOR,),
     "ncclCommDestroy": (_COMMUNICATOR,),
@@ -101,7 +104,7 @@ _SHORT = frozenset(
 #: The first release that has a function, where it came after `OLDEST`.
 _SINCE = {
     **dict.fromkeys(("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister"), 21900),
-    **dict.fromkeys(("ncclCommWindowRegister", "ncclCommWindowDeregister"), 22700),
+    **dict.fromkeys(("ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclCommShrink"), 22700),
 }
 
 #: Our name of an element type -> ncclDataType_t and numbers per element. A boolean is a byte of 0 or 1.

@@ -7,7 +7,7 @@ under way holds anything. The gradients themselves are needed, and there are thr
 - The plugin still has the tensors that it moved into the bucket, and moves them once more (`refill_by`).
 - The average of a tensor is written elsewhere (`HostMemory.source`), so nothing overwrites the tensor.
 - Anything else is copied before it is reduced: flags, control numbers, and gradients that accumulated where they are
-  reduced. Only jobs that are to survive a loss pay for that.
+  reduced. Only jobs that are to survive a loss pay for that. On a GPU the plugin copies and restores all (`refill_by`).
 
 What error feedback has noted in the pass is undone, too (`Codec.undo`). A pass is over when its last barrier is passed.
 All survivors pass it, or none does (core/control/mesh.py), so no rank steps with averages that another one lacks.
@@ -46,7 +46,7 @@ class SavedInputs:
     """What the buckets of a pass held before they were reduced."""
 
     def __init__(self) -> None:
-        self._memories: dict[int, Sequence[HostMemory]] = {}  # by bucket, in this pass
+        self._memories: dict[int, Sequence[Memory]] = {}  # by bucket, in this pass
         self._refills: dict[int, Callable[[], None]] = {}  # by bucket, in this pass
         self._copies: dict[tuple[int, int], Array] = {}  # by bucket and place in it; kept from pass to pass
 
@@ -59,7 +59,7 @@ class SavedInputs:
         """
         self._refills[bucket] = refill
 
-    def keep(self, bucket: Bucket, memories: Sequence[HostMemory]) -> None:
+    def keep(self, bucket: Bucket, memories: Sequence[Memory]) -> None:
         """Keep what a bucket holds.
 
         Args:
@@ -76,7 +76,7 @@ class SavedInputs:
             np.copyto(copy, array)
         self._memories[bucket.index] = memories
 
-    def restored(self, bucket: Bucket) -> Sequence[HostMemory] | None:
+    def restored(self, bucket: Bucket) -> Sequence[Memory] | None:
         """The memory of a bucket with what it held when it was kept; None if it was not kept in this pass."""
         memories = self._memories.get(bucket.index)
         for place, memory in enumerate(memories or ()):
@@ -87,9 +87,9 @@ class SavedInputs:
             self._refills[bucket.index]()
         return memories
 
-    def _overwritten(self, bucket: Bucket, place: int, memory: HostMemory) -> Array | None:
+    def _overwritten(self, bucket: Bucket, place: int, memory: Memory) -> Array | None:
         """The part of a memory that only a copy can restore."""
-        if memory.source is not None:
+        if not isinstance(memory, HostMemory) or memory.source is not None:
             return None
         return memory.array[bucket.flags :] if place == 0 and bucket.index in self._refills else memory.array
 

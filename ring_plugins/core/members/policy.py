@@ -70,6 +70,8 @@ class FailurePolicy(NamedTuple):
                 f'max_ranks={max_ranks} needs on_failure="replace", with which further processes can join a job; pass '
                 "both, or leave max_ranks out."
             )
+        if recovers:
+            _check_variables_of_gpus(chosen)
         least = (min_ranks or least or 1) if recovers else 0
         return cls(recovers, least, replaces, (max_ranks or most) if replaces else 0)
 
@@ -107,6 +109,25 @@ class FailurePolicy(NamedTuple):
         if ranks == 1 < self.max_ranks:
             raise ArgumentError(
                 f"max_ranks={self.max_ranks}: a job of one rank cannot grow. Start it with ranks=2 or more."
+            )
+
+
+def _check_variables_of_gpus(on_failure: str) -> None:
+    """Check that no variable asks for what holds a communicator between GPUs that a loss would end.
+
+    Raises:
+        ArgumentError: one does.
+    """
+    holds = {
+        config.NCCL_REGISTER: "NCCL registers memory with one communicator, and forgets it with that",
+        config.JAX_NCCL: "compiled steps of JAX call the communicator that they were compiled with",
+        config.TENSORFLOW_NCCL: "steps of TensorFlow cannot be repeated from the gradients that they have overwritten",
+    }
+    for variable, reason in holds.items():
+        if variable.get():
+            raise ArgumentError(
+                f'{variable.name}={variable.text()} does not work with on_failure="{on_failure}": {reason}, and the '
+                f"first lost rank ends the communicator. Unset {variable.name} on all ranks, or {_REMEDY}."
             )
 
 

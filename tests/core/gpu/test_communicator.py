@@ -211,7 +211,7 @@ def test_no_nap_while_a_thread_of_nccl_queues_a_group(monkeypatch):
     communicator, library = alone()
     reduce(communicator)
     monkeypatch.setattr(connection, "_SPIN", 5.0)  # a thread of the stand-in may be slow on a busy machine
-    monkeypatch.setattr(communicator.executor._wait, "until", None)
+    monkeypatch.setattr(communicator.executor.wait, "until", None)
     library.group_seconds = 0.0005
     reduce(communicator)
 

@@ -28,7 +28,7 @@ C_TYPES = {
     ctypes.c_size_t: r"size_t \w+",
     ctypes.c_void_p: r"(const )?void ?\* ?\w+|(const )?(ncclComm|cudaStream)_t \w+|ncclWindow_t \w+",
     nccl.UniqueId: r"ncclUniqueId \w+",
-    ctypes.POINTER(ctypes.c_int): r"(int|ncclResult_t) ?\*\w+",
+    ctypes.POINTER(ctypes.c_int): r"(int|ncclResult_t) ?\* ?\w+",
     ctypes.POINTER(ctypes.c_void_p): r"(ncclComm_t|ncclWindow_t|void\*) ?\* ?\w+",
     ctypes.POINTER(nccl.UniqueId): r"ncclUniqueId\* \w+",
     ctypes.POINTER(nccl.Config): r"ncclConfig_t\* \w+",

@@ -53,6 +53,14 @@ def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
         assert FailurePolicy.chosen(name, None).on_failure == name
 
 
+@pytest.mark.parametrize("variable", ["RING_NCCL_REGISTER", "RING_JAX_NCCL", "RING_TENSORFLOW_NCCL"])
+def test_what_would_hold_an_ended_communicator_between_gpus_is_rejected_by_init(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ArgumentError, match=f'{variable}=1 does not work with on_failure="replace".*Unset {variable}'):
+        FailurePolicy.chosen("replace", None)
+    assert not FailurePolicy.chosen("end", None).recovers
+
+
 def test_variables_that_have_no_effect_are_named(monkeypatch):
     for name, value in (("RING_MIN_RANKS", "2"), ("RING_MAX_RANKS", "8"), ("RING_STANDBYS", "1")):
         monkeypatch.setenv(name, value)

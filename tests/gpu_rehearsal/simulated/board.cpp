@@ -3,6 +3,7 @@
 #include <climits>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -40,6 +41,12 @@ static void sleep_until_bell(Board* board, int seen) {
 }
 
 void Visitor::nap() { sleep_until_bell(board, board->bell); }
+
+int Visitor::lost() {
+  for (int other = 0; other < size; other++)
+    if (board->processes[other] && kill(board->processes[other], 0)) return other;
+  return -1;
+}
 
 bool Visitor::meet() {
   const long mine = ++arrivals;

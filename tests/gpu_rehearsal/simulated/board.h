@@ -22,6 +22,7 @@ struct Board {
   std::atomic<long> arrived[MOST_RANKS];
   std::atomic<int> bell;  // rung at each arrival; a futex
   int colors[MOST_RANKS], keys[MOST_RANKS];
+  int processes[MOST_RANKS];
   char calls[MOST_RANKS][64];  // what each rank thinks that the collective under way is
   Pair pairs[MOST_RANKS][MOST_RANKS];
 
@@ -41,6 +42,8 @@ struct Visitor {
 
   // Wait until all ranks have arrived as often as this one. False: aborted.
   bool meet();
+  // A rank whose process is gone, -1 for none.
+  int lost();
   void ring();
   void nap();
 };

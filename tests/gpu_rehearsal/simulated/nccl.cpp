@@ -2,6 +2,9 @@
 // progress" and lets a thread connect or queue; a call outside of a group is a group of one; an abort ends kernels that
 // wait for a peer; using a communicator that was destroyed is an error.
 //
+// A rank that has died is waited for until the communicator is aborted, as kernels do. With RING_SIMULATED_PEER_ERRORS=1
+// its end also shows as an asynchronous error, as where a network connects the ranks.
+//
 // RING_SIMULATED_FAULTS may name "ncclKernel": from its Nth kernel on a communicator reports that status as its
 // asynchronous error, and the kernel waits until it is aborted.
 #include <fcntl.h>
@@ -48,17 +51,18 @@ void connect(ncclComm* communicator) {
   if (met) communicator->state = NCCL_SUCCESS;
 }
 
-int new_communicator(ncclComm** made, const std::string& name, int size, int rank, const Config* config) {
+int new_communicator(ncclComm** made, const std::string& name, int size, int rank, const Config* config, int device = -1) {
   if (size < 1 || rank < 0 || rank >= size) return INVALID_ARGUMENT;
   auto* communicator = new ncclComm;  // never freed: a late call is to be told, not to crash
   communicator->name = name;
-  communicator->device = sim::current_device();
+  communicator->device = device < 0 ? sim::current_device() : device;
   const char* forced = getenv("NCCL_COMM_BLOCKING");
   communicator->blocking = forced && *forced ? *forced == '1' : !config || config->blocking != 0;
   communicator->visitor.board = nccl::Board::open(name, size);
   communicator->visitor.rank = rank;
   communicator->visitor.size = size;
   if (!communicator->visitor.board) return SYSTEM_ERROR;
+  communicator->visitor.board->processes[rank] = getpid();
   *made = communicator;
   if (communicator->blocking) {
     connect(communicator);
@@ -214,12 +218,41 @@ EXPORTED int ncclCommSplit(ncclComm* parent, int color, int key, ncclComm** made
   return color < 0 ? NCCL_SUCCESS : new_communicator(made, name, size, rank, config);
 }
 
+// A communicator of those that are not excluded, who call this. With a flag of 1 the kernels of the old one end first; it
+// can only be aborted then. The handle of the new one is written when it is connected.
+EXPORTED int ncclCommShrink(ncclComm* parent, int* excluded, int count, ncclComm** made, Config* config, int flags) {
+  BEGIN_WITH(parent);
+  std::string name = parent->name + "-without";
+  int rank = parent->visitor.rank;
+  for (int i = 0; i < count; i++) {
+    name += "-" + std::to_string(excluded[i]);
+    if (excluded[i] == parent->visitor.rank) return INVALID_ARGUMENT;
+    rank -= excluded[i] < parent->visitor.rank;
+  }
+  if (flags & 1) parent->visitor.aborted = true;
+  auto shrink = [=] {
+    for (int naps = 0; parent->under_way && naps < 5000; naps++) usleep(1000);
+    ncclComm* smaller = nullptr;
+    Config blocking{sizeof(Config), 0, 0, 1};
+    const int status = new_communicator(&smaller, name, parent->visitor.size - count, rank, &blocking, parent->device);
+    if (smaller) smaller->blocking = parent->blocking;
+    *made = smaller;
+    return parent->state = status;
+  };
+  if (parent->blocking) return shrink();
+  parent->state = IN_PROGRESS;
+  run_later([=] { shrink(); });
+  return IN_PROGRESS;
+}
+
 EXPORTED int ncclCommCount(ncclComm* communicator, int* count) { return *count = communicator->visitor.size, NCCL_SUCCESS; }
 
 EXPORTED int ncclCommUserRank(ncclComm* communicator, int* rank) { return *rank = communicator->visitor.rank, NCCL_SUCCESS; }
 
 EXPORTED int ncclCommGetAsyncError(ncclComm* communicator, int* status) {
   BEGIN_WITH(communicator);
+  if (communicator->state == NCCL_SUCCESS && sim::setting("PEER_ERRORS", 0) && communicator->visitor.lost() >= 0)
+    communicator->fail(REMOTE_ERROR, "the connection to rank " + std::to_string(communicator->visitor.lost()) + " was closed");
   *status = communicator->state;
   return NCCL_SUCCESS;
 }

@@ -1,0 +1,28 @@
+import pytest
+
+pytestmark = [pytest.mark.gpu_rehearsal, pytest.mark.timeout(1200)]
+#: Ranks, who dies where and when, and settings of the simulation.
+JOBS = [
+    (3, "1:backward:2", {}),
+    (3, "0:end:2", {"peer_errors": 1}),
+    (2, "1:after:1", {"lag": 200}),
+    (3, "2:first:1 0:end:3", {"nccl": 22603}),  # without ncclCommShrink
+    (4, "0:end:2 3:end:2", {}),
+    (3, "1:forward:0 2:update:2", {"lag": 200}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "faults", "settings"), JOBS)
+def test_survivors_go_on_with_the_weights_of_a_replay(rehearse, ranks, faults, settings):
+    result = rehearse("heals", *faults.split(), ranks=ranks, check=False, **settings)
+    left = [rank for rank in range(ranks) if rank not in {int(fault[0]) for fault in faults.split()}]
+    assert result.values("last") == [left] * len(left), result
+    assert result.values("steps") == [6] * len(left)
+    assert result.values("unlike rank 0") == result.values("unlike the replay") == [0] * len(left)
+
+
+def test_a_process_takes_the_place_of_a_killed_rank_on_its_gpu(rehearse):
+    result = rehearse("replaces", "1:backward:2", check=False, lag=100)
+    assert sorted(result.values("is new")) == [False, True], result
+    assert result.values("size") == [2, 2] and result.values("finite") == [True, True]
+    assert result.values("unlike rank 0") == [0, 0] and min(result.values("taken")) >= 5
