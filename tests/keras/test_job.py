@@ -80,3 +80,22 @@ def test_unequal_steps_of_a_generator(backend):
     """The length is not known in advance; the error is raised when one rank's epoch is over."""
     result = ended(script("if ring.rank() == 1: return", "None"), backend, r"different numbers of steps|amount of data")
     assert re.search(r"rank [01]\b", result.output), result
+
+
+def test_an_exception_that_the_framework_raises_itself_explains_no_later_one():
+    from ring_plugins.keras import job
+
+    class OfFramework(RuntimeError):
+        __module__ = "jaxlib"
+
+    @job.capture_exceptions
+    def fails():
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"), job.restore_exceptions():
+        fails()
+    later = OfFramework("later")
+    assert job.restored(later) is later
+    with pytest.raises(ValueError, match="first"):
+        fails()
+    assert str(job.restored(later)) == "first"

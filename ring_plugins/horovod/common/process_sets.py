@@ -147,6 +147,19 @@ def group_of(process_set: Any) -> Group | None:
     return process_set.group
 
 
+def set_of(process_set_id: int) -> ProcessSet:
+    """The set that has this number.
+
+    Raises:
+        ArgumentError: none has.
+    """
+    sets, _ = _sets.get(current(), ({}, None))
+    found = {0: global_process_set, **sets}.get(process_set_id)
+    if found is None:
+        raise ArgumentError(f"process_set_id={process_set_id!r:.60} is the number of no process set that is in use.")
+    return found
+
+
 def ranks_of_comm(comm: Any) -> list[int]:
     """The job's ranks of an mpi4py communicator.
 

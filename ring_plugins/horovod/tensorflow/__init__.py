@@ -8,6 +8,7 @@ from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.horovod import keras as horovod_keras  # explains a missing Keras, so it comes first
 
 # isort: split
+from ring_plugins.horovod.common.util import gpu_available, split_list
 from ring_plugins.horovod.tensorflow import functions, mpi_ops
 from ring_plugins.horovod.tensorflow.functions import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.tensorflow.functions import broadcast_variables
@@ -29,7 +30,9 @@ __all__ = [
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "broadcast_variables",
+    "gpu_available",
     "refs_to_vars",
+    "split_list",
     "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__ + functions.__all__

@@ -10,11 +10,29 @@ import tensorflow as tf
 
 from ring_plugins.horovod import basics
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
+from ring_plugins.horovod.common.process_sets import set_of
+from ring_plugins.horovod.common.util import num_rank_is_power_2
 from ring_plugins.horovod.tensorflow import collectives
 from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all its public functions are Horovod's
 
-__all__ = ["local_rank_op", "local_size_op", "rank_op", "size_op"]
+__all__ = [
+    "check_num_rank_power_of_2",
+    "handle_average_backwards_compatibility",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "size_op",
+]
 __all__ += basics.__all__ + collectives.__all__
+
+
+check_num_rank_power_of_2 = num_rank_is_power_2
+
+
+def handle_average_backwards_compatibility(op: Any, average: bool | None) -> Any:
+    """The reduction that Horovod's two arguments for it mean."""
+    return basics.op_of(average, op)
 
 
 def rank_op(name: str | None = None) -> Any:
@@ -28,8 +46,13 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The number of processes, as `rank_op`."""
-    return _asked_when_it_runs(basics.size)
+    """The number of processes in the job, or in the process set of this number, as `rank_op`."""
+    return _asked_when_it_runs(lambda: basics.size(set_of(process_set_id)))
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 if this process is in the process set of this number, else 0, as `rank_op`."""
+    return _asked_when_it_runs(lambda: int(bool(set_of(process_set_id).included())))
 
 
 def local_size_op(name: str | None = None) -> Any:

@@ -107,6 +107,7 @@ if rank != 1:
     report("alltoall", with_gradient(lambda x: hvd.alltoall(x, process_set=mine)))
 report("integers", hvd.allreduce(tf.constant([rank + 1]), process_set=mine).numpy().tolist())
 report("keras", of_keras.allreduce(np.array([rank + 1]), process_set=mine).tolist())
+report("numbers", [int(hvd.size_op(some.process_set_id)), int(hvd.process_set_included_op(some.process_set_id))])
 report("all", with_gradient(lambda x: hvd.allreduce(x, process_set=hvd.global_process_set)))
 
 variable = tf.Variable([float(rank)])
@@ -139,6 +140,7 @@ def test_process_sets_are_independent_of_each_other():
     assert result.values("reducescatter") == [[[4], [2, 6]], [[2, 2], [2, 2]], [[4], [2, 6]]]
     assert result.values("alltoall") == [[[1, 3], [1, 3]], [[2, 2], [1, 3]]]
     assert result.values("integers") == result.values("keras") == [[2], [2], [2]]
+    assert result.values("numbers") == [[2, 1], [2, 0], [2, 1]]
     assert result.values("all") == [[[2, 2], [2, 2]]] * 3
     assert result.values("tape") == [[4], [2], [4]]
     assert result.values("variable") == [[2], [1], [2]]

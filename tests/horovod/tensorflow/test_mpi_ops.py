@@ -22,4 +22,9 @@ def test_places_are_tensors_eagerly_and_in_functions():
     for places in ([one() for one in operations], tf.function(lambda: [one() for one in operations])()):
         assert [int(one) for one in places] == [0, 0, 1, 1]
         assert {one.dtype for one in places} == {tf.int32}
+    assert int(mpi_ops.process_set_included_op()) == 1
+    with pytest.raises(Exception, match="process_set_id=7 is the number of no process set"):
+        mpi_ops.size_op(7)
+    assert mpi_ops.check_num_rank_power_of_2(8)
+    assert mpi_ops.handle_average_backwards_compatibility(None, False) is mpi_ops.Sum
     assert mpi_ops.allreduce(tf.constant([2, 3]), op=mpi_ops.Sum).numpy().tolist() == [2, 3]
