@@ -28,6 +28,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.threads import HelperThread
+from ring_plugins.core.groups import Group
 from ring_plugins.horovod import basics
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
 from ring_plugins.horovod.basics import (
@@ -38,9 +39,9 @@ from ring_plugins.horovod.basics import (
     NoneCompressor,
     Sum,
     check_compression,
-    check_process_set,
     gradient_factor,
 )
+from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.torch import collectives, elastic
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.torch.collectives import poll, synchronize
@@ -85,7 +86,7 @@ class DistributedOptimizer(_DistributedOptimizer):
         op: `Average`, or `Sum` of the ranks' gradients.
         gradient_predivide_factor, num_groups, groups: have no effect; buckets are agreed on before the first step.
         sparse_as_dense: whether sparse gradients are made dense; those of SparseAdam, which takes no others, are not.
-        process_set: all processes.
+        process_set: whose gradients are averaged; a rank outside of it trains on its own.
         options: further arguments of `ring_plugins.torch.DistributedOptimizer`.
 
     Raises:
@@ -107,14 +108,17 @@ class DistributedOptimizer(_DistributedOptimizer):
         **options: Any,
     ) -> None:
         gradient_factor(op, gradient_predivide_factor, 1)
-        check_process_set(process_set)
-        self._was_synchronized, self._warns, self._among_all = False, True, True
+        self._was_synchronized, self._warns, group = False, True, group_of(process_set)
+        self._among_all = group is None
+        if group is not None and group.rank is None:
+            group = Group([basics.rank()])  # outside of the set each rank trains on its own, as with Horovod
         super().__init__(
             optimizer,
             _of_distinct_names(named_parameters),
             compression=check_compression(compression),
             backward_passes_per_step=backward_passes_per_step,
             sparse="densify" if sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam) else "gather",
+            group=group,
             **options,
         )
         self.averager.sums = op is Sum

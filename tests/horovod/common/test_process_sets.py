@@ -87,6 +87,19 @@ for call in (lambda: hvd.allreduce(x, process_set=others), lambda: hvd.allreduce
     except ring.ArgumentError as error:
         refused.append(str(error))
 report("refused", refused)
+trained = []
+for part in (parts[0], mine):  # outside of a set, a rank trains on its own
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=part)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    optimizer.step()
+    trained.append(model.weight.grad.item())
+weight = torch.ones(2, requires_grad=True)
+gathered = hvd.allgather(weight, process_set=mine)
+(hvd.allreduce(weight * rank, op=hvd.Sum, process_set=mine).sum() + gathered.sum()).backward()
+report("gradients", [*trained, weight.grad.tolist()])
 hvd.barrier(mine)
 report("after", [hvd.allreduce(x, process_set=mine).tolist(), hvd.allreduce(x).tolist()])
 report("removed", [hvd.remove_process_set(part) for part in (*parts, parts[0])])
@@ -114,6 +127,7 @@ def test_two_sets_work_at_once():
         assert values["whole"] == [2 + odd, -1 - odd]
         assert values["objects"] == [[odd, 2 + odd], 2 + odd]
         assert "is not in the group" in values["refused"][0] and "Adasum" in values["refused"][1]
+        assert result.values("gradients")[rank] == [rank if odd else 1, 1 + odd, [2 * rank + 1] * 2]
     assert result.values("after") == [[[1 + rank % 2, 3], [1.5, 3]] for rank in range(4)]
     assert result.values("removed") == [[True, True, False]] * 4
     assert result.values("again") == [4] * 4
