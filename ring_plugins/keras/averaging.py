@@ -72,7 +72,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     *,
     bucket_bytes: int = BUCKET_BYTES,
     compression: CodecName | None = None,
-    error_feedback: bool = False,
+    error_feedback: bool | None = None,
     overlap: bool | Literal["auto"] = "auto",
     shard_optimizer: bool = False,
     group: Group | None = None,
@@ -87,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         bucket_bytes: size of the buckets in bytes, 4 MiB by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
-        error_feedback: whether the rounding error of a step is added to the next.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: True averages gradients while others are still computed, False when all are there. "auto" does as
             RING_OVERLAP says, and by default tries both in the first steps and keeps the faster; on JAX it is False.
         shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
@@ -158,7 +158,7 @@ class GradientAveraging:
         optimizer: Any,
         bucket_bytes: int = BUCKET_BYTES,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,
         group: Group | None = None,

@@ -80,7 +80,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         bucket_bytes: size in bytes of the buckets in which gradients are averaged, 4 MiB by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts; ranks on one host sum in full
             precision.
-        error_feedback: whether the rounding error of a step is added to the next.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: whether gradients are averaged while others are still computed; see `DistributedOptimizer`.
         shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot
             variables, such as Adam's momentum and velocity. When `fit` is over, the root has the whole state, and other
@@ -110,7 +110,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         write_on_root_only: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,
         drift_check_every: int | None = None,

@@ -48,7 +48,7 @@ class RingFabricLogic(RingParallelLogic):
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         shard_optimizer: Shard = False,
         overlap: bool | Literal["auto"] = "auto",
         timeout: timedelta | None = None,

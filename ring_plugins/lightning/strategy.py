@@ -69,7 +69,7 @@ class RingTrainerLogic(RingParallelLogic):
             default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, and between GPUs; see
             `ring_plugins.torch.GradientAverager`.
-        error_feedback: Whether the rounding error of a step is added to the next.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         shard_optimizer: True lets each rank update 1/n of the parameters and keep 1/n of the optimizers' state (ZeRO
             stage 1), "tensors" gives whole tensors to ranks; see `ring_plugins.torch.DistributedOptimizer`.
         overlap: Whether gradients are averaged while backward runs (True) or when it is over (False); "auto" tries both
@@ -120,7 +120,7 @@ class RingTrainerLogic(RingParallelLogic):
         sparse: Literal["gather", "densify"] = "gather",
         autotune: bool | None = None,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         shard_optimizer: Shard = False,
         overlap: bool | Literal["auto"] = "auto",
         broadcast_buffers: bool = True,

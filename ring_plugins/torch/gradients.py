@@ -85,7 +85,7 @@ class GradientAverager:
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
             inside a host), and between all GPUs.
-        error_feedback: whether the rounding error of a step is added to the next.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: True averages while backward still runs, False when it is over, in the thread that called it. "auto"
             does as RING_OVERLAP says, and by default tries both in the first steps and keeps the faster. Rank 0's
             choice counts. On GPUs it is always True.
@@ -116,7 +116,7 @@ class GradientAverager:
         passes_per_step: int = 1,
         autotune: bool | None = None,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         overlap: bool | Literal["auto"] = "auto",
         communicator: Communicator[Any] | None = None,
         group: RankGroup | None = None,

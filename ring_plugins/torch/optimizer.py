@@ -75,7 +75,7 @@ class DistributedOptimizer(WrappedOptimizer):
         drift_check_every: steps between comparisons of the weights of all ranks, which raise `DriftError` if they
             differ; 0 for never, as RING_DRIFT_CHECK says by default.
         compression: "fp16" or "bf16" sends gradients in 16 bits; see `GradientAverager`.
-        error_feedback: whether the rounding error of a step is added to the next.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         shard: True lets each rank update 1/n of the parameters and keep 1/n of the optimizer's state (ZeRO stage 1),
             for torch's optimizers that treat each element on its own. "slices" does so for any optimizer, "tensors"
             gives whole tensors to ranks. `step` and `state_dict` are collective then; see docs/sharded_optimizer.md.
@@ -99,7 +99,7 @@ class DistributedOptimizer(WrappedOptimizer):
         autotune: bool | None = None,
         drift_check_every: int | None = None,
         compression: CodecName | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
         shard: Shard = False,
         overlap: bool | Literal["auto"] = "auto",
         group: Group | None = None,

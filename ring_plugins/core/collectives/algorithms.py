@@ -152,7 +152,7 @@ class Reduction:
         if self.codec.exact:
             return received
         term = np.empty_like(piece)
-        self.codec.unpack(received, term)
+        self.codec.unpack(received, piece, into=term)
         return term
 
     def combine(self, target: Array, terms: Sequence[Array], is_result: bool = True, rounded: bool = True) -> None:
@@ -164,8 +164,8 @@ class Reduction:
             rounded: whether to round a result as the codec rounds the copies for other members.
         """
         reduce_into(target, terms, self._op, self._dtype, self._divisor if is_result else 1)
-        if is_result and rounded and not self.codec.exact:
-            self.codec.unpack(self.codec.pack(target), target)
+        if is_result and rounded:
+            self.codec.round(target)
 
 
 #: Reduces a chunk, in place: each `next` ends a round and starts another one.
@@ -268,7 +268,7 @@ def reduce_small(
     for members in rounds(group.size, group.position):
         left //= len(members)
         terms = np.empty((len(members), array.size), array.dtype)
-        received = [codec.receive_buffer(term) for term in terms]
+        received = list(terms) if codec.exact else [codec.receive_buffer(array) for _ in terms]
         packed = codec.pack(array).view(np.uint8)
         outgoing: list[Bytes | None] = [None] * group.size
         incoming: list[Bytes | None] = [None] * group.size
@@ -276,7 +276,8 @@ def reduce_small(
             outgoing[i], incoming[i] = packed, term.view(np.uint8)
         group.exchange_all(outgoing, incoming, fingerprint, members=[i for i in members if i != group.position])
         for data, term in zip(received, terms, strict=True):
-            codec.unpack(data, term)
+            if not codec.exact:
+                codec.unpack(data, array, into=term)
         reduce_into(array, list(terms), op, dtype, divisor if left == 1 else 1)
 
 

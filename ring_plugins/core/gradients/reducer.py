@@ -289,20 +289,20 @@ class GradientReducer:
             nbytes += self._nbytes[bucket.index]
             memories += of_bucket
             if codecs is not None:
-                codecs += [self._codec(bucket.index, place, memory) for place, memory in enumerate(of_bucket)]
+                codecs += [self._codec(bucket, place, memory) for place, memory in enumerate(of_bucket)]
         self.reduced_bytes += nbytes
         reduce = partial(self._communicator.all_reduce_coalesced, memories, self._op, codecs)
         return partial(self._recorded, reduce, first, count, launched) if launched else reduce
 
-    def _codec(self, bucket: int, place: int, memory: Memory) -> Codec | None:
+    def _codec(self, bucket: Bucket, place: int, memory: Memory) -> Codec | None:
         """The codec for one memory; None sends it as it is. GPU memory has already been rounded."""
         assert self._compression is not None
         if not isinstance(memory, HostMemory) or not self._compression.applies_to(memory.dtype):
             return None
-        codec = self._codecs.get((bucket, place))
+        codec = self._codecs.get((bucket.index, place))
         if codec is None:
-            codec = self._codecs[bucket, place] = self._compression.codec(can_undo=self.kept is not None)
-        codec.begin(memory.array)
+            codec = self._codecs[bucket.index, place] = self._compression.codec(can_undo=self.kept is not None)
+        codec.begin(memory.array, None if place else bucket.flags)  # flags and control numbers are not rounded
         return codec
 
     def _recorded(self, reduce: Callable[[], None], first: int, count: int, launched: int) -> None:

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
     name: str
     sizes: BucketSizes
     compression: CodecName | None = None
-    error_feedback: bool = False
+    error_feedback: bool | None = None
     accumulates: bool = False
     overlap: Wanted = "auto"
     rate: Callable[[], Any] = lambda: None

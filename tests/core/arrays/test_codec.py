@@ -1,9 +1,9 @@
-"""The 16-bit codecs: rounding, error feedback, and bytes on the network."""
+"""The codecs: rounding, error feedback, and bytes on the network."""
 
 import numpy as np
 import pytest
 
-from ring_plugins.core.arrays.codec import CODECS, CodecKind, Compression, HalfCodec
+from ring_plugins.core.arrays.codec import CODECS, CodecKind, Compression, HalfCodec, Int8Codec, RoundingCodec
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
@@ -15,8 +15,10 @@ def test_names():
     assert Compression.named(None) is None
     assert Compression.named("fp16") == ("fp16", False)
     assert Compression.named("bf16", error_feedback=True) == ("bf16", True)
-    with pytest.raises(ArgumentError, match="compression='int8'"):
-        Compression.named("int8")
+    assert Compression.named("int8") == ("int8", True)
+    assert Compression.named("int8", error_feedback=False) == ("int8", False)
+    with pytest.raises(ArgumentError, match="compression='int4'"):
+        Compression.named("int4")
     with pytest.raises(ArgumentError, match="error_feedback=True needs"):
         Compression.named(None, error_feedback=True)
 
@@ -78,33 +80,86 @@ def test_an_overflow_is_seen_once():
     assert array.tolist() == [2.0, 2.0]
 
 
-class Exponents:
+@pytest.mark.parametrize("storage", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 10_003])
+@pytest.mark.parametrize("scale", [1, 1e-3, 1e-30, 1e-37, 1e30])
+def test_int8_errs_by_a_fraction_of_the_largest_in_a_cache_line_and_never_twice(storage, count, scale):
+    array = (np.random.default_rng(0).normal(size=count) * scale).astype(storage)
+    line = 64 // array.itemsize
+    codec, rounded = Int8Codec(), np.empty_like(array)
+    codec.begin(array)
+    packed = codec.pack(array)
+    assert packed.nbytes == count + -(-count // line)
+    codec.unpack(packed, array, into=rounded)
+    for start in range(0, count, line):
+        cut = slice(start, start + line)
+        assert abs(rounded[cut] - array[cut]).max() <= abs(array[cut]).max() / 127 + 2.0**-126
+    codec.begin(rounded)
+    for cut in (slice(0, count // 2 // line * line), slice(count // 2 // line * line, count)):  # as other ranks may
+        piece = rounded[cut]
+        again = np.empty_like(piece)
+        codec.unpack(codec.pack(piece), piece, into=again)
+        assert np.array_equal(again, piece)
+
+
+def test_int8_shows_what_is_no_finite_number_and_keeps_zeros():
+    array = np.ones(64, np.float32)
+    array[3], array[20], array[32:48] = np.inf, np.nan, 0
+    codec = Int8Codec(error_feedback=True)
+    codec.begin(array)
+    codec.round(array)
+    assert np.isnan(array[:32]).all()
+    assert set(array[32:48].tolist()) == {0.0}
+    assert set(array[48:].tolist()) == {1.0}
+    array[:] = 0.5
+    codec.begin(array)
+    codec.round(array)
+    assert set(array.tolist()) == {0.5}  # nothing of an overflow is added to later steps
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_the_end_of_a_bucket_is_sent_as_it_is(name):
+    array = np.full(48, 1 / 3, np.float32)
+    array[32:] = np.linspace(0, 1, 16) / 3
+    exact = array[32:].copy()
+    codec = Compression.named(name, error_feedback=True).codec()
+    for cut in (slice(0, 48), slice(16, 48), slice(32, 48)):
+        codec.begin(array, 32)
+        piece = array[cut]
+        codec.round(piece)
+        assert np.array_equal(array[32:], exact)
+        assert len(codec.pack(piece)) == len(codec.receive_buffer(piece))
+    assert abs(array[0] - 1 / 3) < 2e-3
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_a_result_is_rounded_once_and_sent_as_it_was_rounded(name):
+    array = np.random.default_rng(0).normal(size=640).astype(np.float32)
+    codec = Compression.named(name, error_feedback=True).codec()
+    codec.begin(array)
+    codec.round(array[64:128])
+    after = array[64:128].copy()
+    data = codec.pack(array[64:128])
+    codec.unpack(data, array[64:128])
+    assert np.array_equal(array[64:128], after)
+
+
+class Exponents(RoundingCodec):
     """A made-up `Codec` of one byte: the sign, and the next lower power of two."""
-
-    exact = False
-
-    def __init__(self, error_feedback, can_undo):
-        self.begun = 0
 
     def __str__(self):
         return "as exponents"
 
-    def begin(self, array):
-        self.begun += 1
+    def _nbytes(self, count, line):
+        return count
 
-    def undo(self):
-        pass
+    def _encode(self, values, line, data):
+        fraction, exponent = np.frexp(values)
+        data.view(np.int8)[:] = np.where(values == 0, 0, np.sign(fraction) * (exponent + 64))
 
-    def pack(self, piece):
-        fraction, exponent = np.frexp(piece)
-        return np.where(piece == 0, 0, np.sign(fraction) * (exponent + 64)).astype(np.int8)
-
-    def receive_buffer(self, piece):
-        return np.empty(piece.size, np.int8)
-
-    def unpack(self, received, piece):
-        whole = received.astype(np.int32)
-        np.copyto(piece, np.sign(whole) * np.ldexp(np.float32(0.5), abs(whole) - 64))
+    def _decode(self, data, line, values):
+        whole = data.view(np.int8).astype(np.int32)
+        np.copyto(values, np.sign(whole) * np.ldexp(np.float32(0.5), abs(whole) - 64))
 
 
 @pytest.mark.parametrize("count", [100, 60_000])

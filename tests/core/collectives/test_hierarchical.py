@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ring_plugins.core.arrays.codec import HalfCodec
+from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.collectives import hierarchical
@@ -79,21 +79,22 @@ def test_a_separate_source_is_only_read(ranks_per_host, count):
 
 
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (1, 1, 1), (1,) * 12, (1,) * 37], ids=str)
-def test_rounded_numbers_are_the_same_on_all_ranks(ranks_per_host):
-    count = 100_003
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rounded_numbers_are_the_same_on_all_ranks(ranks_per_host, kind, dtype):
+    count, tolerance = 100_003, 1e-2 if kind == "fp16" else 0.2
     with simulated_hosts(ranks_per_host) as on_all:
 
         def reduce(rank, member):
-            array, codec = numbers(count, "float32", rank), HalfCodec("float16")
+            array, codec = numbers(count, dtype, rank), Compression.named(kind).codec()
             codec.begin(array)
-            member.hierarchical.all_reduce(
-                array, array, Op.AVERAGE, "float32", codec, name(Op.AVERAGE, "float32", count)
-            )
+            member.hierarchical.all_reduce(array, array, Op.AVERAGE, dtype, codec, name(Op.AVERAGE, dtype, count))
             return array
 
         results = on_all(reduce)
     expected = np.mean([numbers(count, np.float64, rank) for rank in range(sum(ranks_per_host))], axis=0)
-    assert np.allclose(results[0], expected, rtol=1e-2, atol=1e-2)
+    assert np.allclose(results[0], expected, rtol=tolerance, atol=tolerance)
+    assert np.sqrt(np.mean((results[0] - expected) ** 2)) < tolerance / 4 * np.sqrt(np.mean(expected**2))
     assert all(result.tobytes() == results[0].tobytes() for result in results)
 
 
