@@ -27,6 +27,7 @@ RUNS = {
     "fp16": {"compression": "fp16"},
     "bf16": {"compression": "bf16"},
     "bf16, error feedback": {"compression": "bf16", "error_feedback": True},
+    "int8": {"compression": "int8"},
 }
 STEPS, BATCH = 300, 32
 

@@ -84,7 +84,7 @@ class GradientAverager:
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
-            inside a host), and between all GPUs.
+            inside a host), and between all GPUs. "int8" sends them in 8, between hosts on the CPU only.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: True averages while backward still runs, False when it is over, in the thread that called it. "auto"
             does as RING_OVERLAP says, and by default tries both in the first steps and keeps the faster. Rank 0's

@@ -176,7 +176,7 @@ def draw_losses(
         faults = [fault if fault.point == "stop" else replace(fault, number=drawn.randint(1, 24)) for fault in faults]
     plugin, compression = drawn.choice(plugins), ""
     if hosts:
-        compression = drawn.choice(["", "", "", "bf16", "fp16"])
+        compression = drawn.choice(["", "", "", "bf16", "fp16", "int8"])
         # One that leaves does so wherever the others are.
         is_leaving = [fault.point not in ("healing", "stop") and drawn.random() < 0.15 for fault in faults]
         faults = [replace(one, point=LEAVES) if leaves else one for one, leaves in zip(faults, is_leaving, strict=True)]

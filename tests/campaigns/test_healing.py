@@ -91,7 +91,7 @@ def test_a_job_is_drawn_from_its_seed_number_and_cases_alone():
 def test_between_hosts_ranks_also_leave_and_gradients_are_rounded():
     plans = [draw(1, number, ["faces"]) for number in range(300)]
     assert {plan.plugin for plan in plans} == {"lightning", "keras"}
-    assert {plan.compression for plan in plans} == {"", "bf16", "fp16"}
+    assert {plan.compression for plan in plans} == {"", "bf16", "fp16", "int8"}
     points = {fault.point for plan in plans for fault in plan.faults}
     assert points == {"forward", "reduction", "update", "healing", *AT_EPOCH_END.values(), "SIGTERM"}
     assert all(sum(map(int, plan.nodes.split(","))) == plan.ranks for plan in plans)
