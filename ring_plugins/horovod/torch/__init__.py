@@ -124,6 +124,11 @@ class DistributedOptimizer(_DistributedOptimizer):
         self.averager.sums = op is Sum
         _optimizers.append(weakref.ref(self, _optimizers.remove))
 
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Names by parameter, which forks of Horovod's optimizer read."""
+        return {parameter: name for name, parameter in self._named()}
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Average at the end of every so many backwards from now on. All ranks do it between the same steps."""
         self.averager.set_passes_per_step(passes)

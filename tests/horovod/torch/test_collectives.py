@@ -1,5 +1,8 @@
 """Horovod's operations on torch's tensors, in a job of one; tests/horovod/test_torch.py has several ranks."""
 
+import importlib
+import warnings
+
 import pytest
 import torch
 
@@ -82,3 +85,33 @@ def test_sparse_tensors_are_combined_by_their_entries():
         hvd.sparse_allreduce_async(x.to_dense(), "rows", hvd.Sum)
     with pytest.raises(ArgumentError, match="must be hvd.Average or hvd.Sum"):
         hvd.sparse_allreduce_async(x, "rows", hvd.Max)
+
+
+def test_the_optimizer_has_what_scripts_read_of_horovods():
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1))
+    names = optimizer._parameter_names
+    assert [names[p] for p in layers.parameters()] == [f"parameter {i}" for i in range(4)]
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"without optimizer\.skip_synchronize\(\) context"):
+        optimizer.step()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("mpi_ops", "allreduce_async_ synchronize poll rank size Average global_process_set ProcessSet join"),
+        ("compression", "Compression Compressor NoneCompressor FP16Compressor"),
+        ("functions", "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object"),
+        ("optimizer", "DistributedOptimizer"),
+        ("sync_batch_norm", "SyncBatchNorm"),
+    ],
+)
+def test_horovods_submodules_have_its_names(module, names):
+    found = importlib.import_module(f"ring_plugins.horovod.torch.{module}")
+    assert [name for name in names.split() if not hasattr(found, name)] == []
