@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sized
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -11,10 +11,8 @@ from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from ring_plugins.core import world
@@ -36,6 +34,7 @@ from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
+from ring_plugins.lightning.shares import EvenEvaluation, Shares
 from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
 from ring_plugins.lightning.uneven import UnevenData
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
@@ -138,6 +137,7 @@ class RingTrainerLogic(RingParallelLogic):
         if uneven not in ("join", "error"):
             raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
+        self._evaluation: EvenEvaluation | None = None
         FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
@@ -198,13 +198,18 @@ class RingTrainerLogic(RingParallelLogic):
             layer_sync: Any = HostSyncBatchNorm() if needs_ours else self._layer_sync
             self.model = layer_sync.apply(self.model)
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
-        super().setup(trainer)
         if self.is_distributed:
             loop = SameLoop(trainer, compares=not self._recovers and self.world_size > 1)
             self._set_up.callback(loop.close)
+            self._set_up.callback(Shares(self, trainer).close)
+            if self.world_size > 1 and not world.current().replaces and trainer.state.fn != "predict":
+                evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
+                self._evaluation = EvenEvaluation(evaluating, self.lightning_module)
+                self._set_up.callback(self._evaluation.close)
             if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
                 self._uneven = UnevenData(self, trainer, loop)
                 self._set_up.callback(self._uneven.close)
+        super().setup(trainer)
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
@@ -248,19 +253,17 @@ class RingTrainerLogic(RingParallelLogic):
         self.model.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        sampler, trainer = getattr(dataloader, "sampler", None), self._trainer
-        if (trainer.evaluating or trainer.sanity_checking) and isinstance(sampler, DistributedSampler):
-            samples = len(cast("Sized", sampler.dataset))
-            if 0 < samples < sampler.total_size:
-                rank_zero_warn(
-                    f"{samples} samples to {'test' if trainer.testing else 'validate'} on do not divide among "
-                    f"{sampler.num_replicas} ranks, so DistributedSampler repeats "
-                    f"{sampler.total_size - samples}, which metrics count again. For exact figures, evaluate in one "
-                    "process, by Trainer(devices=1), or pass Trainer(use_distributed_sampler=False) and a sampler that "
-                    "repeats nothing."
-                )
-        return super().process_dataloader(dataloader)
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step():
+            return super().test_step(*args, **kwargs)
+
+    def _evaluation_step(self) -> AbstractContextManager[None]:
+        return self._evaluation.step() if self._evaluation is not None else nullcontext()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,13 +396,20 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
-        self._averager = self._buffers = self._shared_step = self._uneven = None
+        self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_averager": None, "_shared_step": None, "_uneven": None, "_set_up": ExitStack()}
+        return {
+            **state,
+            "_averager": None,
+            "_shared_step": None,
+            "_uneven": None,
+            "_evaluation": None,
+            "_set_up": ExitStack(),
+        }
 
 
 def _groups_of(strategy: Any) -> list[dict[str, Any]]:

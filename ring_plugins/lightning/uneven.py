@@ -209,10 +209,7 @@ class UnevenData:
                 update(key, value, batch_size)
                 return
             if self.ran_out:
-                value, batch_size = (
-                    torch.full_like(value if value.is_floating_point() else value.float(), _neutral(metric.meta)),
-                    0,
-                )
+                value, batch_size = _neutral(metric.meta, value), 0
             self.is_logging = True
             try:
                 update(key, value, batch_size)
@@ -222,9 +219,22 @@ class UnevenData:
         return log
 
 
-def _neutral(meta: Any) -> float:
-    """What does not change a reduction."""
-    return float("-inf") if meta.is_max_reduction else float("inf") if meta.is_min_reduction else 0.0
+def _neutral(meta: Any, value: Tensor) -> Tensor:
+    """What does not change a reduction of such values."""
+    neutral = float("-inf") if meta.is_max_reduction else float("inf") if meta.is_min_reduction else 0.0
+    return torch.full_like(value if value.is_floating_point() else value.float(), neutral)
+
+
+def without_weight(results: Any, update: Callable[[str, Any, int], None]) -> Callable[[str, Any, int], None]:
+    """The method of Lightning's results that takes what a batch logs, for a batch that does not count."""
+
+    def log(key: str, value: Any, batch_size: int) -> None:
+        metric = results[key]
+        if metric.is_tensor and "epoch" not in metric.meta.fx:
+            value, batch_size = _neutral(metric.meta, value), 0
+        update(key, value, batch_size)
+
+    return log
 
 
 class _Fetcher:

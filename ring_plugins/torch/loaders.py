@@ -94,6 +94,11 @@ def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[
     return _like(loader, batch_size=loader.batch_size, sampler=sampler, persistent_workers=loader.persistent_workers)
 
 
+def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
+    """A loader of the same class that draws its batches by a batch sampler."""
+    return _like(loader, batch_sampler=batches, persistent_workers=loader.persistent_workers)
+
+
 def from_batch(loader: DataLoader[Any], skipped: int) -> DataLoader[Any] | None:
     """A loader of the batches behind the first ones, for one epoch; None if `loader` has no sampler to skip in."""
     sampler = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler

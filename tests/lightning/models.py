@@ -24,10 +24,7 @@ def loader(samples: int = 48, batch_size: int = 4, **kwargs: Any) -> DataLoader:
 
 
 def dealt(rank: int, size: int) -> DataLoader:
-    """`loader()` dealt to the ranks in order: all ranks' batches together are one of `loader(batch_size=4 * size)`.
-
-    The sampler that Lightning puts in shuffles the training data even where the loader does not.
-    """
+    """`loader()` dealt to the ranks in order: all ranks' batches together are one of `loader(batch_size=4 * size)`."""
     data = dataset(48)
     return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, size, rank, shuffle=False))
 

@@ -26,12 +26,21 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors import data_connector
+from torch.utils.data import DataLoader, RandomSampler
 
 from ring_plugins.lightning import RingEnvironment, RingStrategy
 from tests.lightning import models
 from tests.lightning.models import Classifier, dealt, loader
 
 Outcome = dict[str, Any]
+
+
+_shuffling = data_connector._get_distributed_sampler
+
+
+def _in_order(loader: DataLoader, shuffle: bool, *args: Any, **kwargs: Any) -> Any:
+    return _shuffling(loader, shuffle and isinstance(loader.sampler, RandomSampler), *args, **kwargs)
 
 
 @dataclass
@@ -52,6 +61,8 @@ class Run:
         return DDPStrategy(cluster_environment=RingEnvironment(), process_group_backend="gloo", **ddp)
 
     def trainer(self, ddp: dict[str, Any] | None = None, **kwargs: Any) -> Trainer:
+        if self.kind != "ring":
+            data_connector._get_distributed_sampler = _in_order  # else DDP shuffles what does not shuffle
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": self.size,
@@ -67,7 +78,7 @@ class Run:
 
     def fit(self, model: LightningModule, ddp: dict[str, Any] | None = None, **kwargs: Any) -> Outcome:
         trainer = self.trainer(ddp, **kwargs)
-        trainer.fit(model, loader(), loader(20))
+        trainer.fit(model, loader(), loader(24))
         return weights(model) | metrics(trainer)
 
 
@@ -213,7 +224,7 @@ def sync_batchnorm(run: Run) -> Outcome:
 @scenario((1, 2), slow=True)
 def compiled_whole(run: Run) -> Outcome:
     model = models.Silent()
-    run.trainer(max_epochs=1).fit(torch.compile(model, backend="aot_eager"), loader(), loader(20))
+    run.trainer(max_epochs=1).fit(torch.compile(model, backend="aot_eager"), loader(), loader(24))
     return weights(model)
 
 
@@ -255,8 +266,8 @@ def evaluation_and_prediction(run: Run) -> Outcome:
     model, trainer = models.WithMetrics(), run.trainer()
     outcome: Outcome = {}
     for name, method in (("validate", trainer.validate), ("test", trainer.test)):
-        outcome[name] = sorted(method(model, loader(22), verbose=False)[0].items())
-    predictions = trainer.predict(model, loader(21))
+        outcome[name] = sorted(method(model, loader(24), verbose=False)[0].items())
+    predictions = trainer.predict(model, loader(24))
     assert predictions is not None
     outcome["own_predictions"] = torch.cat(predictions)
     return outcome
@@ -267,9 +278,9 @@ def samplers(run: Run) -> Outcome:
     """Each rank's samples, shuffled, epoch by epoch, and in every other loader."""
     seed_everything(5, workers=True, verbose=False)
     model, trainer = Classifier(), run.trainer(max_epochs=3)
-    trainer.fit(model, loader(26, shuffle=True), loader(21))
-    trainer.test(model, loader(21), verbose=False)
-    trainer.predict(model, loader(21))
+    trainer.fit(model, loader(26, shuffle=True), loader(24))
+    trainer.test(model, loader(24), verbose=False)
+    trainer.predict(model, loader(24))
     outcome: Outcome = {f"own_{stage}": seen for stage, seen in model.seen.items()}
     del os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]
     return outcome
@@ -301,7 +312,7 @@ def checkpoint_and_early_stopping(run: Run) -> Outcome:
     checkpoint = ModelCheckpoint(directory, monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.3f}")
     stopping = EarlyStopping("val_loss", patience=1, min_delta=0.01)
     trainer = run.trainer(max_epochs=8, enable_checkpointing=True, callbacks=[checkpoint, stopping])
-    trainer.fit(model, loader(), loader(20))
+    trainer.fit(model, loader(), loader(24))
     best = [Path(path).name for path in sorted(checkpoint.best_k_models)]
     assert checkpoint.best_model_score is not None
     return weights(model) | {
@@ -489,10 +500,10 @@ def copies_of_a_module_in_training(run: Run) -> Outcome:
 def several_trainers_in_one_process(run: Run) -> Outcome:
     """Fit twice with one trainer, test with it, and train on with another."""
     model, trainer = Classifier(), run.trainer(max_epochs=1)
-    trainer.fit(model, loader(), loader(20))
+    trainer.fit(model, loader(), loader(24))
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, loader(), loader(20))
-    tested = trainer.test(model, loader(20), verbose=False)
+    trainer.fit(model, loader(), loader(24))
+    tested = trainer.test(model, loader(24), verbose=False)
     second = run.trainer(max_epochs=1)
     second.fit(model, loader())
     return weights(model) | {"tested": sorted(tested[0].items()), "steps": [trainer.global_step, second.global_step]}
@@ -504,7 +515,7 @@ def different_start_on_each_rank(run: Run) -> Outcome:
     torch.manual_seed(run.rank)
     model = Classifier()
     trainer = run.trainer(max_epochs=1, limit_train_batches=0)
-    trainer.validate(model, loader(20), verbose=False)
+    trainer.validate(model, loader(24), verbose=False)
     torch.manual_seed(0)
     return weights(model) | {f"{name}.expected": value for name, value in weights(Classifier()).items()}
 

@@ -1,0 +1,248 @@
+"""Which samples each rank reads of a Trainer's DataLoaders: every n-th, in the loader's own order.
+
+**Problem.** Lightning gives each rank a ``DistributedSampler``. For training it shuffles, whatever the loader does, and
+shuffles what a sampler of the script's has ordered. For validation and tests it repeats samples until the ranks have
+equally many, and metrics count these again.
+
+**Here** only a loader that shuffles is shuffled, as by Lightning, with the epoch's seed. All others keep their order:
+of n ranks, rank r reads the samples r, r + n, r + 2n... that the sampler draws, or such batches of a batch sampler of
+the script's own. Nothing is repeated. A sampler that draws random numbers of torch draws equal ones on all ranks.
+
+In an evaluation, ranks may so have one batch more than others, and a step may call collectives. A rank without it runs
+its last batch again, and nothing of that counts (`uneven`); so does a rank without any sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+import ring_plugins.core.functions as ring
+from ring_plugins.core import world
+from ring_plugins.lightning.uneven import kept, without_weight
+from ring_plugins.torch.loaders import samplers_of, with_batches
+
+
+class EveryNth(DistributedSampler[Any]):
+    """What a sampler draws, or a batch sampler, divided among ranks; as Lightning's own kinds it has an epoch.
+
+    Args:
+        sampler: draws the same on all ranks, if they have equal seeds.
+        num_replicas, rank: the ranks, and which of them this is.
+        seed: of torch's random numbers while it draws.
+        pads: whether samples are repeated until all ranks have equally many.
+
+    Attributes:
+        is_empty: whether there is nothing for this rank. It then draws the first sample, which is not to count.
+    """
+
+    def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0, pads: bool = False) -> None:
+        super().__init__(sampler, num_replicas, rank, shuffle=False, seed=seed)
+        self.sampler = self  # a loader's `batch_sampler.sampler` is what hears of epochs
+        self._pads, self.checksum = pads, 0  # of what all ranks together read in this epoch
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pads and 0 < len(self.dataset) <= self.rank  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + self.epoch)
+            order = list(self.dataset)  # type: ignore[call-overload]
+        self.checksum = zlib.crc32(repr(order).encode())
+        if self.is_empty:
+            return iter(order[:1])
+        share = order[self.rank :: self.num_replicas]
+        missing = len(self) - len(share)
+        return iter(share + (share or order)[:missing])
+
+    def __len__(self) -> int:
+        count = len(self.dataset)  # type: ignore[arg-type]
+        if self.is_empty:
+            return 1
+        return len(range(0 if self._pads else self.rank, count, self.num_replicas))
+
+
+class Shares:
+    """Gives each rank its share of the loaders of a Trainer.
+
+    Args:
+        strategy: its strategy.
+        trainer: the Trainer, in ``Strategy.setup``.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy, self._connector = strategy, trainer._data_connector
+        self._prepare, self._resolve = self._connector._prepare_dataloader, self._connector._resolve_sampler
+        self._connector._prepare_dataloader = self._prepare_loader
+        self._connector._resolve_sampler = self._sampler_for
+
+    def close(self) -> None:
+        """Leave the Trainer as it was."""
+        for name in ("_prepare_dataloader", "_resolve_sampler"):
+            vars(self._connector).pop(name, None)
+
+    def _divides(self, loader: Any) -> bool:
+        return isinstance(loader, DataLoader) and self._connector._requires_distributed_sampler(loader)
+
+    def _prepare_loader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        if self._divides(dataloader) and mode.value != "predict":
+            batches = dataloader.batch_sampler
+            if batches is not None and type(batches) is not BatchSampler and hasattr(batches, "__len__"):
+                return with_batches(dataloader, self._every_nth(batches, mode))
+        return self._prepare(dataloader, shuffle=shuffle, mode=mode)
+
+    def _sampler_for(self, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        sampler = dataloader.sampler
+        shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+        is_training = mode is not None and mode.value == "train"
+        keeps = (is_training and shuffles) or (mode is not None and mode.value == "predict")
+        if not self._divides(dataloader) or keeps or not hasattr(sampler, "__len__"):
+            return self._resolve(dataloader, shuffle=shuffle, mode=mode)
+        return self._every_nth(sampler, mode)
+
+    def _every_nth(self, sampler: Any, mode: Any) -> EveryNth:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        pads = world.current().replaces or (mode is not None and mode.value == "train" and not self._strategy._joins)
+        return EveryNth(sampler, **self._strategy.distributed_sampler_kwargs, seed=seed, pads=pads)
+
+
+class EvenEvaluation:
+    """Lets ranks with fewer batches of an evaluation run their last one again, which does not count.
+
+    Args:
+        loop: that evaluates.
+        module: the Trainer's.
+
+    Attributes:
+        repeats: whether this rank runs a batch again.
+    """
+
+    def __init__(self, loop: Any, module: torch.nn.Module) -> None:
+        self._loop, self._module, self.repeats = loop, module, False
+        self._setup_data, self._reset = loop.setup_data, loop.reset
+        self._by_rank, self._own = list[Sequence[float]](), list[float]()
+        loop.setup_data, loop.reset = self._set_up_data, self._reset_loop
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        for name in ("setup_data", "reset"):
+            vars(self._loop).pop(name, None)
+        vars(self._loop._results).pop("update_metrics", None)
+
+    def _set_up_data(self) -> None:
+        before = self._loop._combined_loader
+        self._setup_data()
+        loaders = self._loop._combined_loader
+        if loaders is not before and loaders is not None:
+            pairs = zip(loaders.flattened, self._loop._max_batches, strict=True)
+            self._own = [0 if _is_empty(loader) else most for loader, most in pairs]
+            self._by_rank = ring.all_gather_object(self._own)
+
+    def _reset_loop(self) -> None:
+        self._reset()
+        self.repeats, fetcher = False, self._loop._data_fetcher
+        trainer, sizes = self._loop.trainer, list(zip(*self._by_rank, strict=True))
+        limit = trainer.num_sanity_val_steps if trainer.sanity_checking else float("inf")
+        longest = [min(max(counts), limit) for counts in sizes]
+        own = [min(count, limit) for count in self._own]
+        differ = any(len(set(counts)) > 1 for counts in sizes)
+        takes_iterator = type(fetcher).__name__.startswith("_DataLoaderIter")
+        if differ and self._loop._is_sequential and not takes_iterator and max(longest) < float("inf"):
+            self._loop._data_fetcher = _Even(fetcher, own, longest, self._begin)
+
+    def _begin(self, repeats: bool) -> None:
+        """Note whether the batch that begins is repeated."""
+        results = self._loop._results
+        vars(results).pop("update_metrics", None)
+        self.repeats = repeats
+        if repeats:
+            results.update_metrics = without_weight(results, results.update_metrics)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of the script's; one that does not count leaves metrics and buffers as they were."""
+        if not self.repeats:
+            yield
+            return
+        with kept(self._module):
+            yield
+
+
+class _Even:
+    """Lightning's fetcher of batches, with those that a rank runs again behind a loader's last one.
+
+    Args:
+        fetcher: Lightning's.
+        own, longest: by loader, how many batches of this rank count, and how many the rank has that has most.
+        begin: is told before each batch whether it is repeated.
+    """
+
+    def __init__(
+        self, fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[[bool], None]
+    ) -> None:
+        vars(self).update(_fetcher=fetcher, _items=self._with_repeated(fetcher, own, longest, begin))
+        vars(self).update(_left=sum(longest), done=False)
+
+    @staticmethod
+    def _with_repeated(
+        fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[[bool], None]
+    ) -> Iterator[Any]:
+        items = itertools.chain(_until_done(fetcher), [(None, 0, len(own))])
+        loader = count = 0
+        spare: Any = None
+        for item in items:
+            while loader < item[2]:  # the fetcher has come to the next one
+                if spare is not None and count < longest[loader]:
+                    begin(True)
+                    yield copy.deepcopy(spare), count, loader
+                    count += 1
+                else:
+                    loader, count, spare = loader + 1, 0, None
+            if loader < len(own) and own[loader] <= count + 1 and own[loader] < longest[loader]:
+                spare = copy.deepcopy(item[0])
+            if loader < len(own) and own[loader]:
+                begin(False)
+                yield item
+                count += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_fetcher"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_fetcher"], name, value)
+
+    def __next__(self) -> Any:
+        item = next(vars(self)["_items"])
+        vars(self)["_left"] -= 1
+        vars(self)["done"] = vars(self)["_left"] <= 0
+        return item
+
+
+def _until_done(fetcher: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(fetcher)
+        except StopIteration:
+            return
+
+
+def _is_empty(loader: Any) -> bool:
+    """Whether this rank has no sample of a loader that is divided here."""
+    return any(
+        isinstance(one, EveryNth) and one.is_empty
+        for one in (*samplers_of(loader), getattr(loader, "batch_sampler", 0))
+    )

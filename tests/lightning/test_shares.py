@@ -1,0 +1,158 @@
+"""Each rank reads its share of the samples, in the loader's order, and evaluations count every sample once."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
+
+from ring_plugins.lightning.shares import EveryNth, _Even
+from tests.launch import run_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("order", [[], [4], [3, 1, 2], list(range(10, 0, -1))])
+def test_rank_r_of_n_draws_every_nth_of_what_the_sampler_draws(order, size):
+    shares = [EveryNth(order, size, rank) for rank in range(size)]
+    drawn = [[] if share.is_empty else list(share) for share in shares]
+    assert drawn == [order[rank::size] for rank in range(size)]
+    for share in shares:
+        assert len(list(share)) == len(share)
+        if share.is_empty:  # it has something to take part with
+            assert list(share) == order[:1]
+
+
+def test_with_padding_all_ranks_have_equally_many():
+    shares = [list(EveryNth([7, 8, 9, 10], 3, rank, pads=True)) for rank in range(3)]
+    assert shares == [[7, 10], [8, 8], [9, 9]]
+
+
+def test_a_random_sampler_draws_the_same_on_all_ranks_and_otherwise_in_each_epoch():
+    def drawn(epoch, rank):
+        torch.manual_seed(rank)  # ranks have drawn different random numbers
+        before = torch.get_rng_state()
+        share = EveryNth(WeightedRandomSampler(torch.ones(100), 100), 1, 0, seed=3)
+        share.set_epoch(epoch)
+        found = list(share)
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    assert drawn(0, 0) == drawn(0, 1) != drawn(1, 0)
+
+
+def test_batches_of_a_batch_sampler_are_divided_whole_and_hear_of_epochs():
+    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+    share = EveryNth(batches, 2, 1)
+    assert list(share) == [[3, 4, 5], [9]]
+    share.sampler.set_epoch(4)
+    assert share.epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "longest", "expected"),
+    [
+        ((2, 1), (2, 1), ["a0", "a1", "b0"]),
+        ((2, 1), (3, 3), ["a0", "a1", "a1 again", "b0", "b0 again", "b0 again"]),
+        ((0, 1), (2, 1), ["a1 again", "a1 again", "b0"]),
+        ((2, 0), (2, 1), ["a0", "a1", "b0 again"]),
+    ],
+)
+def test_a_rank_with_fewer_batches_repeats_its_last_one(own, longest, expected):
+    repeated = []
+    items = iter([("a0", 0, 0), ("a1", 1, 0), ("b0", 0, 1)])
+    fetcher = _Even(items, own, longest, repeated.append)
+    found = []
+    while True:
+        try:
+            batch, _, _ = next(fetcher)
+        except StopIteration:
+            break
+        found.append(batch + " again" * repeated[-1])
+    assert found == expected
+    assert fetcher.done
+
+
+SCRIPT = """
+import os
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, BatchSampler
+from torchmetrics import CatMetric
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+ranks = int(os.environ["TEST_RANKS"])
+ring.init(ranks=ranks)
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.trained = torch.nn.Linear(1, 1).double(), CatMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        if not self.trainer.strategy.ran_out:
+            self.trained += batch.int().flatten().tolist()
+        return self.layer(batch).mean()
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.trainer.strategy.reduce(torch.ones(1))  # a collective finds its partners
+        self.seen.update(batch.flatten())
+        self.log("mean", batch.mean(), sync_dist=True, add_dataloader_idx=False)
+        self.log("most", batch.max(), sync_dist=True, reduce_fx="max", add_dataloader_idx=False)
+
+    validation_step = test_step
+
+    def on_test_epoch_end(self):
+        self.found = sorted(self.seen.compute().int().flatten().tolist())
+
+    on_validation_epoch_end = on_test_epoch_end
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def data(count):
+    return [torch.tensor([float(i)], dtype=torch.float64) for i in range(count)]
+
+def trainer(**options):
+    return Trainer(
+        strategy=RingStrategy(), devices=ranks, accelerator="cpu", logger=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_checkpointing=False, num_sanity_val_steps=0, max_epochs=1, **options,
+    )
+
+for count in (1, 5, 7, 8):
+    model = Model()
+    result = trainer().test(model, DataLoader(data(count), 2), verbose=False)[0]
+    report(f"test {count}", [model.found == list(range(count)), result["mean"] - (count - 1) / 2, result["most"]])
+model = Model()
+trainer().validate(model, DataLoader(data(7), 2), verbose=False)
+report("validate", model.found)
+
+order = [5, 3, 1, 0, 2, 4, 6]
+for name, loader in {
+    "not shuffled": DataLoader(data(7), 1),
+    "sampler": DataLoader(data(7), 1, sampler=order),
+    "batch sampler": DataLoader(data(7), batch_sampler=[[5, 3], [1], [0, 2, 4], [6]]),
+}.items():
+    model = Model()
+    trainer().fit(model, loader)
+    report(name, model.trained)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_trainers_count_every_sample_once_and_keep_the_order(count):
+    result = run_ranks(SCRIPT, count, timeout=180)
+    for samples in (1, 5, 7, 8):
+        for is_whole, error, most in result.values(f"test {samples}"):
+            assert is_whole
+            assert abs(error) <= 1e-7 * max(1, samples / 2)  # Lightning adds in float32
+            assert most == samples - 1
+    assert result.values("validate") == [list(range(7))] * count
+    order = [5, 3, 1, 0, 2, 4, 6]
+    assert result.values("not shuffled") == [list(range(7))[rank::count] for rank in range(count)]
+    assert result.values("sampler") == [order[rank::count] for rank in range(count)]
+    batches = [[5, 3], [1], [0, 2, 4], [6]]
+    assert result.values("batch sampler") == [list(itertools.chain(*batches[rank::count])) for rank in range(count)]
