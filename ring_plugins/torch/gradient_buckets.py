@@ -679,8 +679,10 @@ class GradientBuckets:
         tensor = self._gradients[bucket.index]
         whole = torch.zeros(max(counts, default=0), dtype=tensor.dtype, device=tensor.device)
         zeros = [whole[:count] for count in counts]
-        with torch.no_grad():
-            self._write_tail(bucket)
+        tell = partial(torch.no_grad()(self._write_tail), bucket)
+        tell()
+        if self._streams is not None and (kept := self.reducer.kept) is not None:
+            kept.refill_by(bucket.index, tell)
         return [dense_memory(zero) for zero in zeros] if self._half is None else self._half.pack(bucket, zeros)
 
     def release(self) -> None:

@@ -2,9 +2,10 @@ import itertools
 
 import pytest
 
+from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
-from ring_plugins.core.gradients.reducer import GradientReducer
+from ring_plugins.core.gradients.reducer import GradientReducer, SavedInputs
 from ring_plugins.core.gradients.trials import Overlap
 
 
@@ -229,3 +230,14 @@ def test_an_exception_before_a_bucket_begins_synchronously_leaves_it_to_be_aband
     assert made.is_under_way
     made.abandon()
     assert log[2:] == ["buckets 0 to 1"]
+
+
+def test_memory_of_a_gpu_is_restored_by_who_filled_it():
+    (bucket,) = FusionPlan([Entry("weight", "float32", 4)]).buckets
+    memories, restored, kept = [DeviceMemory(64, 4, "float32", 0)], [], SavedInputs()
+    assert kept.restored(bucket) is None
+    kept.refill_by(bucket.index, lambda: restored.append(bucket.index))
+    kept.keep(bucket, memories)
+    assert restored == []
+    assert kept.restored(bucket) is memories
+    assert restored == [bucket.index]

@@ -20,7 +20,7 @@ from tests.worker import report
 RANKS, STEPS = int(os.environ["TEST_RANKS"]), int(os.environ.get("TEST_STEPS", "6"))
 ring.init(ranks=RANKS, on_failure="continue")
 OWN = ring.rank()
-DEVICE = torch.device("cuda", ring.local_rank())
+DEVICE = torch.device("cuda", OWN)
 torch.cuda.set_device(DEVICE)
 FAULTS = {(int(rank), int(step)): point for rank, point, step in (one.split(":") for one in sys.argv[1:])}
 NOW = ""
