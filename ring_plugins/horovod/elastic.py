@@ -20,13 +20,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 import ring_plugins as ring
-from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.joining.state_transfer import transfer_state
 from ring_plugins.core.joining.training_state import ListedState
 from ring_plugins.core.world import current
@@ -70,11 +65,8 @@ class State(ListedState):
         elastic = current().elastic
         if elastic.mesh is None:  # the ranks of this job do not change
             return
-        wants_change = np.array([elastic.wants_change], np.int64)
-        with purpose("elastic state"):
-            current().communicator.all_reduce(HostMemory(wants_change, "int64"), Op.MAX)
-        if wants_change[0]:
-            elastic.change_members()
+        if not elastic.asked_since_commit():
+            self._change_members()
         if elastic.changes.untold:
             elastic.tell_changes()
         self._let_join(added=True)

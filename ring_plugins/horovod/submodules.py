@@ -16,9 +16,11 @@ from types import ModuleType
 _PACKAGE = "ring_plugins.horovod."
 #: Modules that Horovod divides further than this package does, and where their names are here.
 ALIASES = {
+    "common.elastic": "elastic",
     "spark.runner": "spark",
     "tensorflow.compression": "basics",
     "tensorflow.keras.callbacks": "keras.callbacks",
+    "tensorflow.keras.elastic": "keras.elastic",
     "torch.compression": "torch",
     "torch.functions": "torch",
     "torch.mpi_ops": "torch",
@@ -33,7 +35,7 @@ INSTEAD = {
     "mxnet": "ring_plugins.horovod.torch, .keras or .tensorflow: MXNet is not supported",
     "ray.elastic": "ring_plugins.ray.run(fn, num_workers=4, on_failure='replace')",
     "ray.elastic_v2": "ring_plugins.ray.run(fn, num_workers=4, on_failure='replace')",
-    "ray": "ring_plugins.horovod.ray.RayExecutor, or ring_plugins.ray.run(fn, num_workers=4)",
+    "ray": "ring_plugins.ray.run(fn, num_workers=4), which starts, calls and ends the ranks",
     "runner": _LAUNCHER,
     "spark": _ESTIMATOR,
     "tensorflow.data": "tf.data's own service, tf.data.experimental.service",

@@ -25,6 +25,7 @@ class Job:
             changes=SimpleNamespace(untold=[]),
             tell_changes=self.tell,
             change_members=self.change,
+            asked_since_commit=lambda: False,
         )
         self.replaces, self.is_joining, self.operations = False, is_joining, lambda: 0
         self.communicator = SimpleNamespace(all_reduce=lambda memory, op: self.done.append("exchange"))
@@ -82,6 +83,13 @@ def test_a_process_that_joins_does_so_before_the_function_begins(monkeypatch):
     state.register_reset_callbacks([lambda: job.done.append("reset")])
     assert run(lambda state: (state.epoch, state.commit()))(state) == (4, None)
     assert job.done == ["join", "tell", "place", "reset", "sync", "exchange"]
+
+
+def test_a_commit_exchanges_nothing_after_a_pass_of_gradients_that_has(monkeypatch):
+    job = Job(monkeypatch)
+    job.elastic.asked_since_commit = lambda: True
+    ObjectState(epoch=0).commit()
+    assert job.done == []
 
 
 def test_a_job_whose_ranks_do_not_change_exchanges_nothing(monkeypatch):

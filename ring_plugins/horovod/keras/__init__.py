@@ -31,6 +31,7 @@ from ring_plugins.horovod.basics import (
     size,
     told,
 )
+from ring_plugins.horovod.keras import elastic
 from ring_plugins.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from ring_plugins.other_names import no_attribute
 
@@ -44,6 +45,7 @@ __all__ = [
     "load_model",
     "reducescatter",
 ]
+__all__ += ["elastic"]
 __all__ += basics.__all__
 
 O = TypeVar("O", bound=keras.optimizers.Optimizer)  # noqa: E741 - one letter, as type variables are

@@ -9,7 +9,7 @@ from ring_plugins.horovod import keras as horovod_keras  # explains a missing Ke
 
 # isort: split
 from ring_plugins.horovod.common.util import gpu_available, split_list
-from ring_plugins.horovod.tensorflow import functions, mpi_ops
+from ring_plugins.horovod.tensorflow import elastic, functions, mpi_ops
 from ring_plugins.horovod.tensorflow.functions import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.tensorflow.functions import broadcast_variables
 from ring_plugins.horovod.tensorflow.mpi_ops import *  # noqa: F403 - all its public functions are Horovod's
@@ -35,6 +35,7 @@ __all__ = [
     "split_list",
     "vars_to_refs",
 ]
+__all__ += ["elastic"]
 __all__ += mpi_ops.__all__ + functions.__all__
 
 

@@ -2,7 +2,7 @@
 
 from ring_plugins.horovod import keras as _keras
 from ring_plugins.horovod.keras import *  # noqa: F403 - the same names
-from ring_plugins.horovod.keras import callbacks  # noqa: F401 - hvd.callbacks
+from ring_plugins.horovod.keras import callbacks, elastic  # noqa: F401 - hvd.callbacks
 from ring_plugins.other_names import no_attribute
 
 __all__ = list(_keras.__all__)
