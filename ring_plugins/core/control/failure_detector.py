@@ -174,8 +174,9 @@ class FailureDetector:
                 batches = "the ranks took different numbers of steps: give every rank the same number of batches."
                 likely = f"Usually {batches}"
                 if communicator.startswith(OF_FUNCTIONS):  # a call of the script's own
+                    whose = "All ranks" if communicator.startswith(OF_FUNCTIONS[0]) else "All members of the group"
                     likely = (
-                        f"Does rank {rank} make this call at all? All ranks must: it must not stand under a condition "
+                        f"Does rank {rank} make this call at all? {whose} must: it must not stand under a condition "
                         f"that is true on some ranks only, such as `if rank() == 0:`. Otherwise {batches}"
                     )
                 raise PeerLeft(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import PeerLeft
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import REASON, Wait
@@ -60,7 +60,7 @@ class Meetings:
                 return others
             cut_off_since = cut_off_since or time.monotonic()
             if time.monotonic() - cut_off_since > REASON:  # in which its own reason would have arrived
-                raise PeerFailed(
+                raise PeerLeft(
                     f"rank {self._channel.rank} cannot make {name}: ranks meet over rank 0, which has left the job or "
                     "cannot be reached. Make groups at the start, and let rank 0 stay until all have theirs.",
                     0,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import PeerFailed
+from ring_plugins.core.base.errors import PeerLeft
 from ring_plugins.core.control import meetings as module
 from ring_plugins.core.control.meetings import Meetings
 from tests.core.control.test_channel import channels, connected  # noqa: F401 - a fixture
@@ -39,7 +39,7 @@ def test_ranks_that_cannot_reach_rank_0_say_so(channels, monkeypatch):  # noqa: 
     while 1 not in server.peers and time.monotonic() < end:
         time.sleep(0.01)
     server.close()
-    with pytest.raises(PeerFailed, match="rank 1 cannot make a group: ranks meet over rank 0, which has left the job"):
+    with pytest.raises(PeerLeft, match="rank 1 cannot make a group: ranks meet over rank 0, which has left the job"):
         meetings.gather("a group", (1, 2), None)
 
 
