@@ -170,8 +170,8 @@ class GradientAverager:
         self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
         self.steps, self.sums = 0, False
-        #: Whether ranks may run out of data (`join`), and the share of the ranks that had in the last pass.
-        self.is_joined, self.ended = False, 0.0
+        #: Whether ranks may run out of data (`join`), the share of the ranks that had in the last pass, and the group.
+        self.is_joined, self.ended, self.group = False, 0.0, group
         if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):

@@ -31,6 +31,7 @@ import ring_plugins.core.functions as ring
 from ring_plugins.core.base.errors import ArgumentError, StepSkipped
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.control.wait import hindrances
+from ring_plugins.core.groups import Group
 from ring_plugins.observe.consistency import Checks
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.hooks import OwnGradients
@@ -46,6 +47,7 @@ class Averager(Protocol):
     """What this needs of a `GradientAverager`."""
 
     communicator: Communicator[Any]
+    group: Group | None
     own: OwnGradients
     is_joined: bool
     ended: float
@@ -79,12 +81,12 @@ class join:  # noqa: N801 - a context, named as a function
     Args:
         parts: every `DistributedOptimizer` and `GradientAverager` of the loop. Also what a step changes that has a
             `state_dict` and `load_state_dict`, such as a scheduler or `GradScaler`; and the optimizers of a
-            `GradientAverager`.
+            `GradientAverager`. If averagers are of different groups, these go with the averager before them.
         batch_size: samples of a full batch, if `weighted` is used.
         passes: batches of a step, if `weighted` is used and gradients accumulate.
 
     Attributes:
-        last: a rank that came last, the lowest of several; known behind the block.
+        last: a rank that came last, the lowest of several, in the first averager's group; known behind the block.
 
     Raises:
         ArgumentError: there is neither an optimizer nor an averager among `parts`, or something else.
@@ -106,6 +108,10 @@ class join:  # noqa: N801 - a context, named as a function
                 "join() needs what averages gradients: a ring_plugins.torch.DistributedOptimizer or GradientAverager."
             )
         self._parts, self._full = parts, batch_size * passes
+        self._owners: list[Averager] = []  # by part
+        for part in parts:
+            averager, before = getattr(part, "averager", part), self._owners[-1:] or self._averagers
+            self._owners.append(averager if hasattr(averager, "catch_up") else before[0])
         self.last = 0
 
     def __enter__(self) -> Self:
@@ -160,11 +166,17 @@ class join:  # noqa: N801 - a context, named as a function
         Returns:
             That rank.
         """
-        communicator = self._averagers[0].communicator
-        by_rank = communicator.all_gather_object(waited, "join") if communicator.size > 1 else [waited]
-        self.last = by_rank.index(min(by_rank))
-        if max(by_rank):
-            self._get_state()
+        roots: list[int | None] = []  # by averager: whose state its ranks get, None if nobody has waited
+        for averager in self._averagers:
+            members, group = averager.communicator, averager.group
+            by_rank = members.all_gather_object(waited, "join") if members.size > 1 else [waited]
+            place = by_rank.index(min(by_rank))
+            last = place if group is None else group.ranks[place]
+            self.last = self.last if roots else last
+            roots.append(last if max(by_rank) else None)
+        for averager, root in zip(self._averagers, roots, strict=True):
+            if root is not None:
+                self._get_state(averager, root)
         return self.last
 
     def follow(self, weight: float = 0.0) -> int:
@@ -201,23 +213,24 @@ class join:  # noqa: N801 - a context, named as a function
             raise errors[0]
         return sum(waited)
 
-    def _get_state(self) -> None:
-        """Give all ranks what the last one has."""
-        for averager in self._averagers:
-            checks = averager.checks
-            ours = checks.updates.count, averager.catch_up()
-            updates, passes = ring.broadcast_object(ours, root=self.last)
-            checks.updates.set(updates)
-            averager.catch_up(passes)
-            broadcast_parameters(averager.named_parameters, root=self.last)
-        for part in self._parts:
+    def _get_state(self, averager: Averager, root: int) -> None:
+        """Give all ranks of an averager what one of them has."""
+        checks, group = averager.checks, averager.group
+        ours = checks.updates.count, averager.catch_up()
+        updates, passes = ring.broadcast_object(ours, root, group=group)
+        checks.updates.set(updates)
+        averager.catch_up(passes)
+        broadcast_parameters(averager.named_parameters, root, group=group)
+        for part, owner in zip(self._parts, self._owners, strict=True):
+            if owner is not averager:
+                continue
             if isinstance(part, Optimizer) and is_sharded(part):
-                _set_options(part, ring.broadcast_object(_options_of(part), root=self.last))
+                _set_options(part, ring.broadcast_object(_options_of(part), root, group=group))
             elif isinstance(part, Optimizer):
-                broadcast_optimizer_state(part, root=self.last)
+                broadcast_optimizer_state(part, root, group=group)
             elif hasattr(part, "load_state_dict"):
-                state = ring.broadcast_object(part.state_dict(), root=self.last)
-                if ring.rank() != self.last:
+                state = ring.broadcast_object(part.state_dict(), root, group=group)
+                if ring.rank() != root:
                     part.load_state_dict(state)
 
 

@@ -127,6 +127,32 @@ def options_are_compared_within_the_group():
         broadcast_parameters(nn.Linear(MINE.rank + 1, 1), MINE.ranks[0], group=MINE)
 
 
+def ranks_of_a_group_run_out_of_data_without_the_others():
+    model = nn.Linear(2, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    dense = nn.Linear(1, 1).double()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), group=MINE)
+    of_all = DistributedOptimizer(torch.optim.SGD(dense.parameters(), lr=1.0))
+    broadcast_parameters(dense)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    with rt.join(optimizer, scheduler, of_all) as joined:
+        for _ in range(2 + RANK):
+            optimizer.zero_grad()
+            of_all.zero_grad()
+            (model(torch.full((1, 2), float(RANK), dtype=torch.float64)) + dense(torch.ones(1, 1).double())).backward()
+            optimizer.step()
+            of_all.step()
+            scheduler.step()
+    present = [[rank for rank in MINE.ranks if rank + 2 > step] for step in range(2 + MINE.ranks[-1])]
+    expected = -sum(sum(ranks) / len(ranks) for ranks in present)
+    assert model.weight.tolist() == [[pytest.approx(expected)] * 2]
+    assert (joined.last, scheduler.last_epoch) == (MINE.ranks[-1], 2 + MINE.ranks[-1])
+    assert len(set(map(float, ring.all_gather(dense.weight.detach().flatten())))) == 1
+    optimizer.close()
+    of_all.close()
+
+
 def a_rank_outside_is_refused_at_once():
     model = nn.Linear(1, 1)
     for call in (
@@ -159,6 +185,7 @@ if __name__ == "__main__":
             gradients_pass_within_the_group,
             groups_may_have_had_different_numbers_of_collectives,
             options_are_compared_within_the_group,
+            ranks_of_a_group_run_out_of_data_without_the_others,
             a_rank_outside_is_refused_at_once,
             torchs_groups_have_the_same_ranks,
         ]
