@@ -3,6 +3,8 @@
     TEST_RANKS=2 python tests/gpu/equals_ddp.py            # on a card; tests/gpu/run.sh runs all of them
     TEST_GPU_STAND_IN=1 python tests/gpu/equals_ddp.py     # on the CPU, with stand-ins for the card and NCCL
 
+tests/gpu_rehearsal runs them on simulated cards.
+
 NCCL reads its variables at its first call in a process, and torch's NCCL is the same library. So the ranks agree to
 share the card before torch is imported.
 """
@@ -30,6 +32,8 @@ from ring_plugins.core.gpu.connection import allow_shared_gpu
 from ring_plugins.torch.rendezvous import store_from_world
 
 CUDA = torch.cuda.is_available() and not STAND_IN
+#: Of tests/gpu_rehearsal, where nothing compiles for a card.
+SIMULATED = CUDA and torch.cuda.get_device_name(0).startswith("Simulated")
 DEVICE = torch.device("cuda", RANK % torch.cuda.device_count()) if CUDA else torch.device("cpu")
 NCCL_STAND_IN = None
 if CUDA:
@@ -63,7 +67,8 @@ def fact(**found: Any) -> None:
     """Print what rank 0 found as a line of JSON, and add it to $OUT/facts.jsonl at once."""
     if RANK != 0:
         return
-    line = json.dumps(found | {"on": "a card" if CUDA else "the stand-in" if STAND_IN else "the CPU"})
+    where = "a simulated card" if SIMULATED else "a card" if CUDA else "the stand-in" if STAND_IN else "the CPU"
+    line = json.dumps(found | {"on": where})
     print("FACT", line, flush=True)
     if "OUT" in os.environ:
         with (Path(os.environ["OUT"]) / "facts.jsonl").open("a") as file:
