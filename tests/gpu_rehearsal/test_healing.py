@@ -12,10 +12,10 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "faults", "settings"), JOBS)
-def test_survivors_go_on_with_the_weights_of_a_replay(rehearse, ranks, faults, settings):
-    result = rehearse("heals", *faults.split(), ranks=ranks, check=False, **settings)
-    left = [rank for rank in range(ranks) if rank not in {int(fault[0]) for fault in faults.split()}]
+@pytest.mark.parametrize(("size", "faults", "settings"), JOBS)
+def test_survivors_go_on_with_the_weights_of_a_replay(rehearse, size, faults, settings):
+    result = rehearse("heals", *faults.split(), ranks=size, check=False, **settings)
+    left = [rank for rank in range(size) if rank not in {int(fault[0]) for fault in faults.split()}]
     assert result.values("last") == [left] * len(left), result
     assert result.values("steps") == [6] * len(left)
     assert result.values("unlike rank 0") == result.values("unlike the replay") == [0] * len(left)
