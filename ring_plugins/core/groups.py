@@ -139,6 +139,9 @@ class Group:
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks
 
+    def __deepcopy__(self, _: object) -> Group:
+        return self  # a copied model or callback communicates among the same ranks
+
     def __repr__(self) -> str:
         return f"<{self.name}>"
 

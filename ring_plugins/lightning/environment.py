@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from ring_plugins.core import world
 from ring_plugins.core.base import config
 from ring_plugins.core.base.member import Topology
+from ring_plugins.core.groups import Group
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.rendezvous import LaunchRecord, detect, record
 
@@ -29,6 +30,9 @@ class RingEnvironment:
         self._wanted_world_size = 1
         #: The strategy's `on_failure`, `min_ranks` and `max_ranks`, for `ring_plugins.init()`.
         self.failure_policy: dict[str, Any] = {}
+        #: The ranks that the strategy trains with, if not all; and this process's place among them.
+        self.group: Group | None = None
+        self._place: Topology | None = None
         self._main_port: int | None = None
         self._reserved: socket.socket | None = None
 
@@ -39,10 +43,19 @@ class RingEnvironment:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _record=detect())
 
+    def set_group(self, group: Group) -> None:
+        """Follow a group instead of the job. Collective among its members."""
+        here = world.current().topology
+        nodes: list[int] = group.communicator.all_gather_object(here.node_rank, "RingStrategy(group=)")
+        own, numbers = group.communicator.rank, list(dict.fromkeys(nodes))
+        before, on_node = nodes[:own].count(here.node_rank), nodes.count(here.node_rank)
+        self.group = group
+        self._place = Topology(own, group.size, before, on_node, numbers.index(here.node_rank), len(numbers))
+
     @property
     def creates_processes_externally(self) -> bool:
         """Whether all ranks are running already, so that there is nothing to start."""
-        return _is_connected() or not self._record.launcher.is_none
+        return self.group is not None or _is_connected() or not self._record.launcher.is_none
 
     @property
     def main_address(self) -> str:
@@ -97,7 +110,9 @@ class RingEnvironment:
         return topology.num_nodes if (topology := self._topology()) else 1
 
     def _topology(self) -> Topology | None:
-        """This process's place in its job; None if it was started alone and has not started others yet."""
+        """This process's place in its job or group; None if it was started alone and has not started others yet."""
+        if self._place is not None:
+            return self._place
         if _is_connected():
             return world.current().topology
         if self._record.launcher.is_none:

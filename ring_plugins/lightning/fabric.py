@@ -13,6 +13,7 @@ from typing_extensions import override
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.groups import Group
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
@@ -53,6 +54,7 @@ class RingFabricLogic(RingParallelLogic):
         overlap: bool | Literal["auto"] = "auto",
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        group: Group | None = None,
         **unknown: Any,
     ) -> None:
         self._construct(locals())
@@ -70,7 +72,7 @@ class RingFabricLogic(RingParallelLogic):
     def setup_module(self, module: Module) -> Module:
         """Average the gradients of `module` from now on."""
         if self.world_size > 1:
-            broadcast_parameters(module)
+            broadcast_parameters(module, self.first_rank, group=self.group)
             averager = GradientAverager(module, **self._averager_arguments)
             if before := self._averagers.pop(id(module), None):  # a module that is set up twice keeps the second
                 before[1].close()
@@ -128,7 +130,7 @@ class RingFabricLogic(RingParallelLogic):
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The whole state, which rank 0 writes; all ranks call this, as ``fabric.save`` does."""
         if isinstance(optimizer, ShardedOptimizer):
-            return optimizer.state_dict(to=0)
+            return optimizer.state_dict(to=self.first_rank)
         state: dict[str, Any] = super().get_optimizer_state(optimizer)
         return state
 

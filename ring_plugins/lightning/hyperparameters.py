@@ -30,7 +30,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.base.log import logger
-from ring_plugins.core.world import current
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.observe.consistency import is_check_wanted
 
 #: Whole names, in lower case, of what each rank may have for itself: its place, its random numbers, its part of the
@@ -61,8 +61,8 @@ _KEPT, _ABSENT = ("hparams", "datamodule.hparams"), "missing"
 _DEPTH, _NAMED, _SHOWN = 6, 4, 60
 
 
-def check_equal(trainer: Any) -> None:
-    """Compare the hyperparameters of all ranks, unless RING_WEIGHT_CHECK is 0. Collective.
+def check_equal(trainer: Any, group: Group | None = None) -> None:
+    """Compare the hyperparameters of all ranks, or of a group, unless RING_WEIGHT_CHECK is 0. Collective.
 
     Raises:
         MismatchError: a value differs; the text names it and says what the ranks have.
@@ -71,11 +71,12 @@ def check_equal(trainer: Any) -> None:
         return
     own, is_first = dict(_found(trainer)), trainer.is_global_zero
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
-    gather, operation = current().communicator.all_gather_object, "comparison of hyperparameters"
+    gather, operation = communicator_of(group).all_gather_object, "comparison of hyperparameters"
     if len(set(gather(digest, operation))) == 1:
         return
     first, *others = gather(own, operation)
-    for rank, theirs in enumerate(others, start=1):
+    numbers = group.ranks if group else range(1 + len(others))
+    for rank, theirs in zip(numbers[1:], others, strict=True):
         named: dict[tuple[str, ...], str] = {}
         warned: dict[tuple[str, ...], str] = {}
         for name in dict.fromkeys([*first, *theirs]):
@@ -86,12 +87,12 @@ def check_equal(trainer: Any) -> None:
                 key = (re.split(r"[.\[]", name)[-1], *values)
                 (named if wrong else warned).setdefault(key, f"{name} is {values[0]} and {values[1]}")
         if warned and is_first:
-            logger.warning(f"rank 0 and rank {rank} have different values: {_listed(warned)}.")
+            logger.warning(f"rank {numbers[0]} and rank {rank} have different values: {_listed(warned)}.")
         if named:
             raise MismatchError(
-                f"rank 0 and rank {rank} have different hyperparameters: {_listed(named)}. Every rank runs the "
-                "whole script: draw values with the same seed on all of them, or call ring_plugins.init() before, and "
-                "ring_plugins.broadcast_object(values). If they differ on purpose, "
+                f"rank {numbers[0]} and rank {rank} have different hyperparameters: {_listed(named)}. Every rank runs "
+                "the whole script: draw values with the same seed on all of them, or call ring_plugins.init() before, "
+                "and ring_plugins.broadcast_object(values). If they differ on purpose, "
                 f"{config.WEIGHT_CHECK.name}=0 switches this comparison off."
             )
 

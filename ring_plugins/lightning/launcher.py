@@ -69,7 +69,8 @@ def join_world(environment: RingEnvironment) -> World:
     It is brought up again after a failure that the script survived (on all ranks: an error that only some of them catch
     ends the job within seconds), and if it had one rank and now needs more.
     """
-    if has_failed() or (world.is_initialized() and environment.world_size() != world.current().topology.size):
+    has_other_size = world.is_initialized() and environment.world_size() != world.current().topology.size
+    if has_failed() or (has_other_size and environment.group is None):
         destroy_process_group()
         ring.shutdown()
     if not world.is_initialized():

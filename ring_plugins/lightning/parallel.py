@@ -16,6 +16,7 @@ from typing_extensions import override
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.lightning.environment import RingEnvironment, set_rank_zero, warn_about_launcher
 from ring_plugins.lightning.launcher import RingLauncher, has_failed, join_world
 from ring_plugins.lightning.process_group import (
@@ -30,7 +31,7 @@ from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 T = TypeVar("T")
 StartMethod = Literal["popen", "fork", "forkserver", "spawn"]
 _ARGUMENTS_OF_LIGHTNING = ("accelerator", "parallel_devices", "checkpoint_io", "precision", "precision_plugin")
-_AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback", "overlap")
+_AVERAGER_ARGUMENTS = ("bucket_bytes", "sparse", "autotune", "compression", "error_feedback", "overlap", "group")
 
 #: Arguments of other data-parallel strategies, with what to do instead.
 _ARGUMENTS_OF_OTHERS = {
@@ -105,8 +106,12 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         self._averager_arguments = {name: arguments[name] for name in _AVERAGER_ARGUMENTS}
         self._shard = arguments["shard_optimizer"]
         self._timeout, self._start_method = arguments["timeout"], arguments["start_method"]
+        self.group: Group | None = arguments["group"]
+        own = communicator_of(self.group) if self.group is not None else None  # raises on a rank outside
         lightnings = {name: arguments[name] for name in _ARGUMENTS_OF_LIGHTNING if name in arguments}
         super().__init__(**lightnings, cluster_environment=environment or RingEnvironment())
+        if self.group is not None and own is not None:
+            self.cluster_environment.set_group(self.group)
 
     @property
     def num_nodes(self) -> int:
@@ -124,6 +129,11 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         return str(dist.get_backend()) if dist.is_initialized() else None
 
     @property
+    def first_rank(self) -> int:
+        """The rank of the job whose weights and buffers the others get."""
+        return 0 if self.group is None else self.group.ranks[0]
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices or ())
@@ -134,7 +144,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         devices = self.parallel_devices
         if not devices or devices[0].type == "cpu":
             return torch.device("cpu")
-        return devices[self.local_rank]
+        # Not the place in a group: others of this node have GPUs, too.
+        return devices[self.local_rank if self.group is None else world.current().topology.local_rank]
 
     @property
     @override
@@ -172,14 +183,14 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             return tensor
         if self._is_alone:
             return torch.stack([tensor] * self.world_size)
-        return all_gather(tensor, group, sync_grads)
+        return all_gather(tensor, self.group if group is None else group, sync_grads)
 
     @override
     @purpose("strategy.barrier")
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called; return at once if a failure made that impossible."""
         if world.is_initialized() and not has_failed() and not self._is_alone:
-            world.current().communicator.barrier()
+            communicator_of(self.group).barrier()
             _tell_losses()
 
     @override
@@ -187,7 +198,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         """Return the object of rank `src`, pickled, on every rank."""
         if not world.is_initialized() or self.world_size == 1 or has_failed() or self._is_alone:
             return obj
-        item = broadcast_object(obj, src)
+        item = broadcast_object(obj, src, self.group)
         _tell_losses()
         return item
 
@@ -201,7 +212,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             return tensor
         if self._is_alone:
             return reduced_if_all_had(tensor, reduce_op, self.world_size)
-        return all_reduce(tensor, group, reduce_op)
+        return all_reduce(tensor, self.group if group is None else group, reduce_op)
 
     all_reduce = reduce  # Fabric's name for it
 
@@ -215,7 +226,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         if not self._shard:
             return list(optimizers)
         named = list(named_parameters)
-        return [shard_optimizer(optimizer, self._shard, named) for optimizer in optimizers]
+        return [shard_optimizer(optimizer, self._shard, named, self.group) for optimizer in optimizers]
 
     def set_world_ranks(self) -> None:
         """Determine ranks and devices; Lightning has set devices and number of nodes, and nothing is started yet.
@@ -225,7 +236,9 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         devices = self.parallel_devices or [torch.device("cpu")]
         environment = self.cluster_environment
         environment.set_world_size(len(devices))
-        if environment.creates_processes_externally:
+        if self.group is not None:
+            self.parallel_devices = devices_of_node(devices, world.current().topology.local_size)
+        elif environment.creates_processes_externally:
             warn_about_launcher(environment, len(devices), self._num_nodes)
             self.parallel_devices = devices_of_node(devices, environment.local_world_size())
         elif self._num_nodes > 1:
@@ -257,7 +270,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()
         own_world = join_world(environment)
-        if own_world.topology.size == 1:
+        if self.world_size == 1:
             return
         if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(
@@ -267,7 +280,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         if own_world.recovers and not self.recovers:
             own_world.refuse_to_recover("RingFabricStrategy")
         if not own_world.recovers:  # a process group would keep its number of ranks
-            ensure_process_group(own_world, self._timeout)
+            ensure_process_group(self._timeout, self.group)
 
 
 def _tell_losses() -> None:

@@ -6,6 +6,7 @@ and a rank that waits in any of them learns of a failed peer.
 """
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,9 +20,11 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import check_rank
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current, is_initialized
+from ring_plugins.torch import differentiable
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.rendezvous import store_from_world
 from ring_plugins.torch.tensors import OPERATIONS
@@ -30,8 +33,8 @@ T = TypeVar("T")
 
 BACKEND = "ring"
 
-# The world over which this module initialized torch.distributed; the group dies with it in `ring_plugins.shutdown()`.
-_initialized_over: list[World] = []
+# The world or group over which this module initialized torch.distributed, which ends with `ring_plugins.shutdown()`.
+_initialized_over: list[World | Group] = []
 
 #: Lightning's names of reductions.
 _NAMES = {
@@ -39,17 +42,18 @@ _NAMES = {
 }  # fmt: skip
 
 
-def ensure_process_group(world: World, timeout: timedelta | None = None) -> None:
-    """Initialize torch.distributed over `world`, unless this module or the user has.
+def ensure_process_group(timeout: timedelta | None = None, group: Group | None = None) -> None:
+    """Initialize torch.distributed over all ranks or a group, unless this module or the user has.
 
     Raises:
         LaunchError: If a process group exists that numbers the processes differently.
     """
-    topology = world.topology
-    if _initialized_over and _initialized_over[0] is not world:
+    topology, ranks = current().topology, group or current()
+    if _initialized_over and _initialized_over[0] is not ranks:
         destroy_process_group()
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):
+        places = [(topology.rank, topology.size), (ranks.communicator.rank, ranks.communicator.size)]
+        if (dist.get_rank(), dist.get_world_size()) not in places:
             raise LaunchError(
                 f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, ring_plugins"
                 f" rank {topology.rank} of {topology.size}. Let RingStrategy initialize torch.distributed, or start the"
@@ -61,8 +65,8 @@ def ensure_process_group(world: World, timeout: timedelta | None = None) -> None
     # Our own store, not the launcher's: under torchrun MASTER_PORT belongs to the agent's
     # (TORCHELASTIC_USE_AGENT_STORE). Our backend could do without one, but ``new_group(backend="gloo")``, which
     # Lightning calls around `prepare_data`, cannot.
-    store, rank, size = store_from_world(timeout)
-    _initialized_over[:] = [world]
+    store, rank, size = store_from_world(timeout, group)
+    _initialized_over[:] = [ranks]
     # torch 2.13, distributed/distributed_c10d.py, `init_process_group`: installs a hook that holds back what the others
     # print, in order to begin each line with the rank. Ours names the rank already, and may end the job before torch
     # prints what it held back.
@@ -80,6 +84,32 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+def metrics_within(group: Group, module: torch.nn.Module) -> Callable[[], None]:
+    """Let torchmetrics' metrics synchronize in a group, where the script's torch.distributed spans the job. Collective.
+
+    Returns:
+        What undoes it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == group.size:
+        return lambda: None
+    metrics: list[Any] = [
+        one
+        for one in module.modules()
+        if any(kind.__module__.startswith("torchmetrics") for kind in type(one).__mro__)
+        and getattr(one, "process_group", group) is None
+    ]
+    own = dist.new_group(list(group.ranks), use_local_synchronization=True)
+    for metric in metrics:
+        metric.process_group = own
+
+    def undo() -> None:
+        for metric in metrics:
+            metric.process_group = None
+        dist.destroy_process_group(own)
+
+    return undo
+
+
 # What strategies offer -----------------------------------------------------------------------------
 
 
@@ -89,7 +119,7 @@ def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Te
     Args:
         tensor: Same shape and dtype on every rank. Modified in place, as Lightning documents, except for the mean of
             integers and bools.
-        group: A torch.distributed group; all ranks by default.
+        group: Of ring_plugins or torch.distributed; all ranks by default.
         reduce_op: "mean" (or "avg"), "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
 
     Returns:
@@ -102,8 +132,8 @@ def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Te
     op = _op_of(reduce_op)
     if op is Op.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
         return all_reduce(tensor.to(torch.int64), group, "sum") / _size(group)
-    if group is None:
-        ring.all_reduce(tensor.detach(), op, out=tensor.detach())
+    if group is None or isinstance(group, Group):
+        ring.all_reduce(tensor.detach(), op, out=tensor.detach(), group=group)
         return tensor
     current().refuse_to_recover("reducing among the ranks of a group")
     if op is Op.AVERAGE and dist.get_backend(group) == "gloo":  # which has no average
@@ -114,7 +144,9 @@ def all_reduce(tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Te
 
 
 def _size(group: Any) -> int:
-    return current().topology.size if group is None else dist.get_world_size(group)
+    if group is None or isinstance(group, Group):
+        return communicator_of(group).size
+    return dist.get_world_size(group)
 
 
 def reduced_if_all_had(tensor: Tensor, reduce_op: Any, size: int) -> Tensor:
@@ -143,22 +175,25 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     """Stack every rank's `tensor` along a new first dimension.
 
     Args:
-        tensor: Same shape on every rank.
-        group: A torch.distributed group; all ranks by default.
+        tensor: Same shape and dtype on every rank.
+        group: Of ring_plugins or torch.distributed; all ranks by default.
         sync_grads: Whether the result can be differentiated back to every rank's `tensor`.
 
     Raises:
         NotInitialized: If the strategy has not set up its processes yet.
+        MismatchError: If shapes or dtypes differ.
     """
-    if is_initialized() and current().recovers:
-        if sync_grads or group is not None:
-            current().refuse_to_recover("all_gather with sync_grads=True or a group")
-        return torch.as_tensor(ring.all_gather(tensor.detach().unsqueeze(0)), device=tensor.device)
-    if not dist.is_initialized():
+    if is_initialized() and current().recovers and (sync_grads or group is not None):
+        current().refuse_to_recover("all_gather with sync_grads=True or a group")
+    if not is_initialized():
         raise NotInitialized(
             "all_gather() was called before the strategy had set up its processes. Call it from a hook that runs inside"
             " fit(), validate(), test() or predict(); with Fabric, after fabric.launch()."
         )
+    if group is None or isinstance(group, Group):
+        gather = differentiable.all_gather if sync_grads else ring.all_gather
+        row = tensor if sync_grads else tensor.detach()
+        return torch.as_tensor(gather(row.unsqueeze(0), group=group), device=tensor.device)
     from torch.distributed.nn.functional import all_gather as differentiable_all_gather
 
     tensor = tensor.contiguous()
@@ -169,12 +204,19 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     return torch.stack(gathered)
 
 
-def broadcast_object(item: T, src: int) -> T:
-    """The object of a rank, on all ranks; if that rank is lost meanwhile, of the lowest that is left."""
-    source = Root(check_rank(src, current().communicator, "src"))
+def broadcast_object(item: T, src: int, group: Group | None = None) -> T:
+    """The object of a rank, on all ranks; if that rank is lost meanwhile, of the lowest that is left.
+
+    Args:
+        item: Any.
+        src: A rank of those that train together.
+        group: These; all ranks by default.
+    """
+    place = check_rank(src, communicator_of(group), "src")
+    source = Root(place if group is None else group.ranks[place])
 
     def attempt() -> Any:
-        communicator = current().communicator
+        communicator = communicator_of(group)
         return communicator.broadcast_object(item, source.rank_in(communicator), purpose="strategy.broadcast")
 
     result: T = repeated(attempt)

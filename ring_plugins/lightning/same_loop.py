@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 import ring_plugins.core.functions as ring
-from ring_plugins.core import world
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import PeerLeft, name_ranks
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.groups import Group, communicator_of
 
 _BATCH, _VALIDATION, _EPOCH_END = range(3)
 _DOING = (
@@ -43,16 +43,19 @@ class SameLoop:
     Args:
         trainer: the Trainer, in ``Strategy.setup``.
         compares: whether ranks tell each other where they are.
+        group: the ranks that train together, all by default.
     """
 
-    def __init__(self, trainer: Any, compares: bool) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, compares: bool, group: Group | None = None) -> None:
+        self._trainer, self._group = trainer, group
         self._replaced: list[tuple[Any, str]] = []
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         self._compares = compares and trainer.state.fn == "fit" and hasattr(loop, "_broadcast_sigterm_tensor")
         self._stops_on_sigterm = self._has_met = False
         if self._compares:
-            self._counts = [1] * world.current().topology.size
+            self._communicator = communicator_of(group)
+            self._counts = [1] * self._communicator.size
+            self._ranks = range(self._communicator.size) if group is None else group.ranks
             self._own = HostMemory(np.zeros(1, np.int64), "int64")
             self._all = HostMemory(np.zeros(len(self._counts), np.int64), "int64")
             self._replace(loop, "_broadcast_sigterm_tensor", self._begin_batch)
@@ -86,7 +89,7 @@ class SameLoop:
         Raises:
             PeerLeft: ranks are at different places.
         """
-        told = self._meet(_BATCH, data) if self._compares else ring.all_gather_object(data << _DATA)
+        told = self._meet(_BATCH, data) if self._compares else ring.all_gather_object(data << _DATA, group=self._group)
         self._has_met, self._stops_on_sigterm = True, bool(told[0] & _SIGTERM)
         return [one >> _DATA for one in told]
 
@@ -124,7 +127,7 @@ class SameLoop:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
         self._own.array[0] = phase | flags | batches | data << _DATA
         with purpose("comparison of loops"):
-            world.current().communicator.all_gather(self._own, self._all, self._counts)
+            self._communicator.all_gather(self._own, self._all, self._counts)
         told: list[int] = self._all.array.tolist()
         if any((each ^ told[0]) & _PHASE for each in told):
             raise self._apart(told)
@@ -132,11 +135,12 @@ class SameLoop:
 
     def _apart(self, told: list[int]) -> PeerLeft:
         phases = [each & _PHASE for each in told]
-        ahead = [rank for rank, phase in enumerate(phases) if phase == max(phases)]
-        behind = [rank for rank, phase in enumerate(phases) if phase == min(phases)]
-        alone = [rank for rank, each in enumerate(told) if each & _STOPS]
-        doing, others = (f"{name_ranks(ranks)} {_DOING[phases[ranks[0]]][len(ranks) > 1]}" for ranks in (ahead, behind))
-        batches = (told[ahead[0]] & (1 << _DATA) - 1) >> _BATCHES
+        ahead = [rank for rank, phase in zip(self._ranks, phases, strict=True) if phase == max(phases)]
+        behind = [rank for rank, phase in zip(self._ranks, phases, strict=True) if phase == min(phases)]
+        alone = [rank for rank, each in zip(self._ranks, told, strict=True) if each & _STOPS]
+        doing = f"{name_ranks(ahead)} {_DOING[max(phases)][len(ahead) > 1]}"
+        others = f"{name_ranks(behind)} {_DOING[min(phases)][len(behind) > 1]}"
+        batches = (told[phases.index(max(phases))] & (1 << _DATA) - 1) >> _BATCHES
         if alone and len(alone) < len(told):
             cause = (
                 f"trainer.should_stop is set on {name_ranks(alone)} only. Let all ranks decide alike, for example by "

@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
+from ring_plugins.core.groups import Group
 from ring_plugins.lightning.uneven import kept, without_weight
 from ring_plugins.torch.loaders import samplers_of, with_batches
 
@@ -126,13 +127,14 @@ class EvenEvaluation:
     Args:
         loop: that evaluates.
         module: the Trainer's.
+        group: the ranks that evaluate together, all by default.
 
     Attributes:
         repeats: whether this rank runs a batch again.
     """
 
-    def __init__(self, loop: Any, module: torch.nn.Module) -> None:
-        self._loop, self._module, self.repeats = loop, module, False
+    def __init__(self, loop: Any, module: torch.nn.Module, group: Group | None = None) -> None:
+        self._loop, self._module, self._group, self.repeats = loop, module, group, False
         self._setup_data, self._reset = loop.setup_data, loop.reset
         self._by_rank, self._own = list[Sequence[float]](), list[float]()
         loop.setup_data, loop.reset = self._set_up_data, self._reset_loop
@@ -150,7 +152,7 @@ class EvenEvaluation:
         if loaders is not before and loaders is not None:
             pairs = zip(loaders.flattened, self._loop._max_batches, strict=True)
             self._own = [0 if _is_empty(loader) else most for loader, most in pairs]
-            self._by_rank = ring.all_gather_object(self._own)
+            self._by_rank = ring.all_gather_object(self._own, group=self._group)
 
     def _reset_loop(self) -> None:
         self._reset()

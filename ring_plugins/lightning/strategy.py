@@ -19,6 +19,7 @@ from ring_plugins.core import world
 from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.arguments import check_calls
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.groups import Group
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
@@ -31,11 +32,12 @@ from ring_plugins.lightning.launcher import (
     set_exit_status,
 )
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.process_group import metrics_within
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.shares import EvenEvaluation, Shares
-from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
+from ring_plugins.lightning.sync_batchnorm import OwnSyncBatchNorm
 from ring_plugins.lightning.uneven import UnevenData
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.broadcast import broadcast_parameters
@@ -92,6 +94,8 @@ class RingTrainerLogic(RingParallelLogic):
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
             "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default
             "fork" in a notebook, else "popen".
+        group: A `ring_plugins.Group` of the ranks that train together, all by default: the data-parallel group of a
+            mesh, or one of several models. To Lightning, these ranks are the whole job (docs/lightning.md).
 
     """
 
@@ -131,6 +135,7 @@ class RingTrainerLogic(RingParallelLogic):
         max_ranks: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        group: Group | None = None,
         **unknown: Any,
     ) -> None:
         self._construct(locals())
@@ -191,28 +196,31 @@ class RingTrainerLogic(RingParallelLogic):
             if is_fitting and world.current().replaces:
                 self._set_up.callback(MeetingPoint(self, trainer).close)
         if is_fitting and self.is_distributed and not self._is_alone:
-            check_equal(trainer)  # before the weights, of which other numbers make other shapes
+            check_equal(trainer, self.group)  # before the weights, of which other numbers make other shapes
         if is_fitting and self.is_distributed and self._layer_sync:
-            # torch's own refuses to work on the CPU.
-            needs_ours = type(self._layer_sync).__name__ == "TorchSyncBatchNorm" and self.root_device.type == "cpu"
-            layer_sync: Any = HostSyncBatchNorm() if needs_ours else self._layer_sync
+            # torch's own refuses to work on the CPU, and knows no groups of ours.
+            needs_ours = self.root_device.type == "cpu" or self.group is not None
+            is_torchs = type(self._layer_sync).__name__ == "TorchSyncBatchNorm"
+            layer_sync: Any = OwnSyncBatchNorm(self.group) if is_torchs and needs_ours else self._layer_sync
             self.model = layer_sync.apply(self.model)
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         if self.is_distributed:
-            loop = SameLoop(trainer, compares=not self._recovers and self.world_size > 1)
+            loop = SameLoop(trainer, not self._recovers and self.world_size > 1, self.group)
             self._set_up.callback(loop.close)
             self._set_up.callback(Shares(self, trainer).close)
             if self.world_size > 1 and not world.current().replaces and trainer.state.fn != "predict":
                 evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
-                self._evaluation = EvenEvaluation(evaluating, self.lightning_module)
+                self._evaluation = EvenEvaluation(evaluating, self.lightning_module, self.group)
                 self._set_up.callback(self._evaluation.close)
             if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
                 self._uneven = UnevenData(self, trainer, loop)
                 self._set_up.callback(self._uneven.close)
         super().setup(trainer)
+        if self.group is not None and self.is_distributed:
+            self._set_up.callback(metrics_within(self.group, self.lightning_module))
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
-            self._buffers = BufferBroadcast(self.lightning_module) if self._broadcast_buffers else None
+            self._buffers = BufferBroadcast(self.lightning_module, self.group) if self._broadcast_buffers else None
             self._drift = DriftCheck(self._drift.every)
         if is_fitting and (self.is_distributed or self._skip_step_on):
             self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
@@ -236,14 +244,14 @@ class RingTrainerLogic(RingParallelLogic):
         """The whole state, which rank 0 writes; all ranks call this, as Lightning does."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of Lightning's wrapper for manual optimization
         if isinstance(optimizer, ShardedOptimizer):
-            return optimizer.state_dict(to=0)
+            return optimizer.state_dict(to=self.first_rank)
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
     @override
     def _setup_model(self, model: Module) -> Module:
         if self.is_distributed:
-            broadcast_parameters(model)
+            broadcast_parameters(model, self.first_rank, group=self.group)
         result: Module = super()._setup_model(model)
         return result
 
@@ -379,7 +387,7 @@ class RingTrainerLogic(RingParallelLogic):
     def _broadcast_all_buffers(self) -> None:
         if self._broadcast_buffers and self.is_distributed:
             assert self.model is not None
-            BufferBroadcast(self.model).broadcast_all()
+            BufferBroadcast(self.model, self.group).broadcast_all()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

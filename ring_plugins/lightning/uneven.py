@@ -123,7 +123,7 @@ class UnevenData:
         loaders = loop._combined_loader.flattened
         sizes = [getattr(loader, "batch_size", None) for loader in loaders if isinstance(loader, DataLoader)]
         self._full = (sizes[0] or 0) if len(sizes) == len(loaders) == 1 else 0
-        by_rank = ring.all_gather_object(loop.max_batches)
+        by_rank = ring.all_gather_object(loop.max_batches, group=self._strategy.group)
         longest = max(by_rank)
         if min(by_rank) == longest:
             return
@@ -162,7 +162,7 @@ class UnevenData:
         if has_batch and own.is_last and not is_last:
             self._spare = copy.deepcopy(item[0])  # as it is before the script changes it
         self.ran_out = not has_batch
-        self.weight = weights_of(told)[ring.rank()] if len(told) > 1 else 1.0
+        self.weight = weights_of(told)[self._strategy.global_rank] if len(told) > 1 else 1.0
         self._follow_logs(self.ran_out or self.weight != 1.0)
         if item is None:
             item = copy.deepcopy(self._spare), 0, 0

@@ -22,6 +22,7 @@ from ring_plugins.core import rendezvous as launch
 from ring_plugins.core import world
 from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.rendezvous import tcp
 
 _TIMEOUT = timedelta(seconds=300)
@@ -128,22 +129,22 @@ def replace_env_rendezvous() -> None:
     handlers["env"] = env_handler
 
 
-def store_from_world(timeout: timedelta = _TIMEOUT) -> tuple[Store, int, int]:
-    """A new store among the ranks of our world, this rank, and the world size; collective."""
+def store_from_world(timeout: timedelta = _TIMEOUT, group: Group | None = None) -> tuple[Store, int, int]:
+    """A new store among the ranks of our world or a group, this one's place among them, and how many; collective."""
     own = world.init()
-    topology = own.topology
-    if topology.size == 1:
+    ranks = communicator_of(group)
+    if ranks.size == 1:
         return HashStore(), 0, 1
-    if topology.rank == 0:
-        addresses = (own.addresses() if topology.num_nodes > 1 else []) or ["127.0.0.1"]
-        store = _listen(addresses[0] if len(addresses) == 1 else "", topology.size, timeout)
-        own.communicator.broadcast_object((addresses, store.port), root=0, purpose="init_process_group")
+    if ranks.rank == 0:
+        addresses = (own.addresses() if own.topology.num_nodes > 1 else []) or ["127.0.0.1"]
+        store = _listen(addresses[0] if len(addresses) == 1 else "", ranks.size, timeout)
+        ranks.broadcast_object((addresses, store.port), root=0, purpose="init_process_group")
     else:
-        addresses, port = own.communicator.broadcast_object(None, root=0, purpose="init_process_group")
-        store = _connect(addresses, port, topology.size, timeout)
+        addresses, port = ranks.broadcast_object(None, root=0, purpose="init_process_group")
+        store = _connect(addresses, port, ranks.size, timeout)
     with purpose("init_process_group"):
-        own.communicator.barrier()  # the store lives in rank 0, which may be refused what it wants it for
-    return store, topology.rank, topology.size
+        ranks.barrier()  # the store lives in the first, which may be refused what it wants it for
+    return store, ranks.rank, ranks.size
 
 
 def _handlers() -> Any:

@@ -26,6 +26,7 @@ from ring_plugins.core import functions, world
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
+from ring_plugins.core.groups import Group, communicator_of
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -41,6 +42,7 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: channels, the second dimension of the input.
         eps, momentum, affine, track_running_stats: as for ``torch.nn.BatchNorm2d``.
+        group: the ranks whose batches count, all by default.
         device, dtype: of parameters and buffers.
 
     Raises:
@@ -55,11 +57,13 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        group: Group | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.group = group
 
     #: Where the layer is in its model, for messages.
     place = ""
@@ -71,16 +75,17 @@ class SyncBatchNorm(_BatchNorm):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        return forward_over_ranks(self, self.place, input)
+        return forward_over_ranks(self, self.place, self.group, input)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, group: Group | None = None) -> nn.Module:
         """Turn all batch norm layers of a module, and itself if it is one, into this class.
 
         Layers stay the same objects, with their parameters, buffers and hooks; so an optimizer may exist already.
 
         Args:
             module: any module.
+            group: the ranks whose batches count, all by default.
 
         Returns:
             The same module.
@@ -90,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         for place, layer in batch_norms_of(module):
             layer.__class__ = cls
-            layer.place = place  # type: ignore[assignment]
+            layer.place, layer.group = place, group  # type: ignore[assignment]
         return module
 
 
@@ -111,22 +116,23 @@ def batch_norms_of(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
                 "or a parametrization. Build it of a SyncBatchNorm and a layer for the rest."
             )
         if getattr(layer, "process_group", None) is not None:
-            raise ArgumentError(f"{what} has a process_group, but here all ranks take part. Build it without.")
+            raise ArgumentError(f"{what} has a process_group. Build it without, and pass group= to the conversion.")
     return found
 
 
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 
 
-def forward_over_ranks(layer: _BatchNorm, place: str, x: Tensor) -> Tensor:
+def forward_over_ranks(layer: _BatchNorm, place: str, group: Group | None, x: Tensor) -> Tensor:
     """The forward of a batch norm layer whose statistics in training are those of the batches of all ranks together.
 
     Args:
         layer: any of torch's.
         place: where it is in its model.
+        group: the ranks, all by default.
         x: of shape (N, C, ...).
     """
-    if not (layer.training and world.is_initialized() and world.current().topology.size > 1):
+    if not (layer.training and world.is_initialized() and communicator_of(group).size > 1):
         return _BatchNorm.forward(layer, x)
     world.current().refuse_to_recover("Batch normalization over the batches of all ranks")
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -137,7 +143,7 @@ def forward_over_ranks(layer: _BatchNorm, place: str, x: Tensor) -> Tensor:
         )
     output: Tensor
     meaning = f"synchronized batch normalization{place and f' of {place}'}"
-    output, mean, variance, count = _Normalize.apply(x, layer.weight, layer.bias, layer.eps, meaning)  # type: ignore[no-untyped-call]
+    output, mean, variance, count = _Normalize.apply(x, layer.weight, layer.bias, layer.eps, meaning, group)  # type: ignore[no-untyped-call]
     if layer.running_mean is not None and layer.running_var is not None:
         with torch.no_grad():
             momentum = layer.momentum
@@ -158,18 +164,24 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, meaning: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        meaning: str,
+        group: Group | None,
     ) -> tuple[Tensor, ...]:
         precise = torch.promote_types(x.dtype, torch.float32)
         values, channels = x.to(precise), partial(_channels, x.dim())
-        mean, variance, count = _statistics(values, meaning)
+        mean, variance, count = _statistics(values, meaning, group)
         inverse_deviation = (variance + eps).rsqrt()
         normalized = (values - channels(mean.to(precise))) * channels(inverse_deviation.to(precise))
         output = normalized
         if weight is not None and bias is not None:
             output = output * channels(weight.to(precise)) + channels(bias.to(precise))
         ctx.save_for_backward(normalized, weight, inverse_deviation.to(precise), count)
-        ctx.input_dtype, ctx.meaning, ctx.counts = x.dtype, meaning, _counts
+        ctx.input_dtype, ctx.meaning, ctx.counts, ctx.group = x.dtype, meaning, _counts, group
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -182,26 +194,29 @@ class _Normalize(torch.autograd.Function):
         dimensions = _all_but_channels(gradient)
         grad_bias = gradient.sum(dimensions)
         grad_weight = (gradient * normalized).sum(dimensions)
-        sums = _sum_over_ranks(torch.stack([grad_bias, grad_weight]).to(torch.float64), f"{ctx.meaning}, backward")
+        sums = _sum_over_ranks(
+            torch.stack([grad_bias, grad_weight]).to(torch.float64), f"{ctx.meaning}, backward", ctx.group
+        )
         # A batch that is empty on every rank has no gradient to scale.
         mean_gradient, mean_product = (sums / count.clamp(min=1)).to(gradient.dtype)
         grad_input = gradient - channels(mean_gradient) - normalized * channels(mean_product)
         scale = inverse_deviation if weight is None else inverse_deviation * weight.to(gradient.dtype)
         grad_input = (grad_input * channels(scale) * ctx.counts).to(ctx.input_dtype)
         if weight is None:
-            return grad_input, None, None, None, None
-        return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+            return grad_input, *[None] * 5
+        return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
 
 
-def _statistics(values: Tensor, meaning: str) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(values: Tensor, meaning: str, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and number of values of each channel over all ranks, in float64."""
-    rank, size = _rank_and_size()
-    table = torch.zeros(size, 3, values.shape[1], dtype=torch.float64, device=values.device)
+    ranks = communicator_of(group)
+    rank = ranks.rank
+    table = torch.zeros(ranks.size, 3, values.shape[1], dtype=torch.float64, device=values.device)
     count_here = values.numel() // values.shape[1] if _counts else 0
     if count_here:
         variance, mean = torch.var_mean(values, _all_but_channels(values), correction=0)
         table[rank, 0], table[rank, 1], table[rank, 2] = count_here, mean, variance.to(torch.float64) * count_here
-    counts, means, squares = _sum_over_ranks(table, meaning).unbind(1)
+    counts, means, squares = _sum_over_ranks(table, meaning, group).unbind(1)
     count = counts.sum(0)
     if values.device.type == "cpu" and count[0] == 1:  # on a GPU, looking would wait for it
         raise ArgumentError(
@@ -228,14 +243,9 @@ def uncounted() -> Iterator[None]:
         _counts = before
 
 
-def _rank_and_size() -> tuple[int, int]:
-    topology = world.current().topology
-    return topology.rank, topology.size
-
-
-def _sum_over_ranks(numbers: Tensor, meaning: str) -> Tensor:
+def _sum_over_ranks(numbers: Tensor, meaning: str, group: Group | None) -> Tensor:
     with purpose(meaning):
-        return torch.as_tensor(functions.all_reduce(numbers, Op.SUM, out=numbers))
+        return torch.as_tensor(functions.all_reduce(numbers, Op.SUM, out=numbers, group=group))
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

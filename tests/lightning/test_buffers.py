@@ -18,7 +18,7 @@ class Model(nn.Module):
 
 def broadcast(monkeypatch, model, method):
     sent = []
-    monkeypatch.setattr(buffers, "_broadcast", lambda tensors: sent.extend(tuple(t.shape) for t in tensors))
+    monkeypatch.setattr(buffers, "_broadcast", lambda tensors, _: sent.extend(tuple(t.shape) for t in tensors))
     getattr(BufferBroadcast(model), method)()
     return sorted(sent)
 

@@ -39,7 +39,7 @@ def ranks(monkeypatch, *trainers):
     calls = iter([lambda trainer: str(dict(hyperparameters._found(trainer))),
                   lambda trainer: dict(hyperparameters._found(trainer))])  # fmt: skip
     communicator = SimpleNamespace(all_gather_object=lambda *_: [*map(next(calls), trainers)])
-    monkeypatch.setattr(hyperparameters, "current", lambda: SimpleNamespace(communicator=communicator))
+    monkeypatch.setattr(hyperparameters, "communicator_of", lambda _: communicator)
     hyperparameters.check_equal(trainers[0])
 
 

@@ -56,7 +56,7 @@ def test_several_nodes_need_a_launcher():
         ),
         ({"ddp_comm_state": None}, "ddp_comm_state .*compression='fp16'"),
         ({"bucket_size": 5}, r"bucket_size \(given: 5\): did you mean bucket_bytes\?"),
-        ({"zzz": 5}, r"zzz .*did you mean one of accelerator, .*start_method\?"),
+        ({"zzz": 5}, r"zzz .*did you mean one of accelerator, .*group\?"),
         (
             {"cluster_environment": LightningEnvironment()},
             r"cluster_environment=LightningEnvironment\(\)\) has to be a RingEnvironment\. Leave it out",

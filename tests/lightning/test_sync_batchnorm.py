@@ -5,13 +5,13 @@ import pickle
 
 import torch
 
-from ring_plugins.lightning.sync_batchnorm import HostSyncBatchNorm
+from ring_plugins.lightning.sync_batchnorm import OwnSyncBatchNorm
 
 
 def test_batch_norm_layers_come_back_with_what_they_learned():
     model = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "b": torch.nn.BatchNorm1d(2)})
     before, keys = copy.deepcopy(model), list(model.state_dict())
-    sync = HostSyncBatchNorm()
+    sync = OwnSyncBatchNorm()
     synchronized = sync.apply(model)
     assert list(synchronized.state_dict()) == keys
     norms = [synchronized["a"][0], synchronized["b"]]

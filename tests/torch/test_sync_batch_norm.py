@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import ring_plugins as ring
 from ring_plugins import ArgumentError, MismatchError
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import host_memory
@@ -25,8 +26,6 @@ _here = threading.local()
 class World:
     """Of a rank that is a thread."""
 
-    topology = property(lambda _: _here.communicator)
-
     def refuse_to_recover(self, what):
         pass
 
@@ -34,7 +33,7 @@ class World:
 def on_ranks(size, function, monkeypatch):
     """Call `function(rank)` on threads."""
 
-    def add_up(numbers, meaning):
+    def add_up(numbers, meaning, _):
         with purpose(meaning):
             _here.communicator.all_reduce(host_memory(numbers.view(-1)), Op.SUM)
         return numbers
@@ -45,6 +44,7 @@ def on_ranks(size, function, monkeypatch):
 
     monkeypatch.setattr(sync_batch_norm.world, "current", World)
     monkeypatch.setattr(sync_batch_norm.world, "is_initialized", lambda: True)
+    monkeypatch.setattr(sync_batch_norm, "communicator_of", lambda _: _here.communicator)
     monkeypatch.setattr(sync_batch_norm, "_sum_over_ranks", add_up)
     return on_thread_ranks(size, call)
 
@@ -159,6 +159,12 @@ def test_converted_layers_are_the_same_objects_and_files():
     nn.BatchNorm2d(3).load_state_dict(SyncBatchNorm(3).state_dict())
     x = torch.randn(4, 3)
     assert torch.equal(SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))  # there is no job
+
+
+def test_a_copied_layer_has_the_same_group():
+    group = object.__new__(ring.Group)
+    assert copy.deepcopy(SyncBatchNorm(3, group=group)).group is group
+    assert SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), group)[0].group is group
 
 
 class _WithActivation(nn.BatchNorm2d):

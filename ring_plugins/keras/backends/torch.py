@@ -19,7 +19,6 @@ from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.consistency import KerasChecks
-from ring_plugins.keras.job import members
 from ring_plugins.observe.consistency import Check
 from ring_plugins.torch.device import array_of
 from ring_plugins.torch.gradients import GradientAverager
@@ -63,7 +62,7 @@ class Exchange(backends.Exchange):
             compression=settings.compression,
             error_feedback=settings.error_feedback,
             overlap=settings.overlap,
-            communicator=None if settings.group is None else members(settings.group).new_communicator(settings.name),
+            group=settings.group,
         )
         self.communicator = self._averager.communicator
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
