@@ -65,4 +65,5 @@ def test_a_killed_member_ends_the_training_of_its_group_and_the_job():
     """
     result = run_ranks(script, 4, timeout=100, check=False)
     assert result.returncode != 0
-    assert [result.reports[rank]["failed"] for rank in range(3)] == [3, 3, 3]
+    assert result.reports[1]["failed"] == 3
+    assert {*result.values("failed")} == {3}  # ranks outside of the group may be ended before they say so
