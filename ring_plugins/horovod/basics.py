@@ -33,8 +33,7 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 Results = TypeVar("Results")
 
-#: What ranks that wait in `join` do, for messages of the others.
-JOIN = "hvd.join"
+JOIN = "hvd.join"  # what ranks that wait in `join` do, for messages of the others
 
 #: What every module of Horovod has.
 __all__ = [
@@ -187,15 +186,6 @@ def join(device: Any = -1) -> int:
     last = ranks.index(calls.wait_for_all_joined(ranks))
     named.all_have_joined()
     return last
-
-
-def check_process_set(process_set: Any) -> None:
-    """Reject a set of some processes, where these cannot be told apart."""
-    if process_set is not None and process_set is not global_process_set:
-        raise ArgumentError(
-            f"process_set={process_set!r:.100} is not supported here, where all ranks take part. The functions of "
-            "ring_plugins.horovod.torch take process sets."
-        )
 
 
 def told(function: Callable[P, T], by_name: bool = False) -> Callable[P, T]:
@@ -421,14 +411,13 @@ def begin(kind: str, name: str | None, process_set: Any) -> Group | None:
 
 
 def grouped(
-    single: Callable[Concatenate[T, P], Result], gather: Callable[[list[Result]], Results], compares_names: bool = True
+    single: Callable[Concatenate[T, P], Result], gather: Callable[[list[Result]], Results]
 ) -> Callable[Concatenate[Sequence[T], P], Results]:
     """Horovod's operation on several tensors, with the arguments of its operation on one.
 
     Args:
         single: the operation on one tensor, whose first argument is `tensor`.
         gather: makes the result out of the results for each tensor.
-        compares_names: whether ranks compare the name once for the whole group, instead of once for each tensor.
     """
     takes = inspect.signature(single)
     tensor, *others = takes.parameters.values()
@@ -438,8 +427,6 @@ def grouped(
     def operation(tensors: Any, *arguments: Any, **options: Any) -> Any:
         given = takes.bind(None, *arguments, **options).arguments
         del given["tensor"]
-        if compares_names:
-            check_name(kind.removesuffix("_").removesuffix("_async"), given.pop("name", None))
         return gather([cast("Any", single)(tensor, **given) for tensor in tensors])
 
     operation.__name__ = operation.__qualname__ = kind

@@ -30,7 +30,6 @@ def test_the_older_and_the_newer_argument_name_one_reduction(average, op, found)
         (lambda: basics.compressor_of("bf16"), "or a class with their methods"),
         (lambda: basics.gradient_factor(Average, 0.0, 2), "is not a positive number"),
         (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none or hvd.Compression.fp16"),
-        (lambda: basics.check_process_set([0]), "where all ranks take part"),
     ],
 )
 def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
@@ -42,8 +41,6 @@ def test_what_exists_is_passed_on():
     assert basics.check_compression(Compression.none) is None
     assert basics.check_compression(Compression.fp16) == "fp16"
     assert [basics.gradient_factor(op, 1.0, 3) for op in (Average, Sum)] == [1, 3]
-    basics.check_process_set(None)
-    basics.check_process_set(basics.global_process_set)
     assert [basics.gloo_built(), basics.ddl_built()] == [True, False]
 
 
@@ -56,7 +53,7 @@ def test_a_grouped_operation_has_the_arguments_of_the_single_one(monkeypatch):
         seen.append(name)
         return factor * tensor
 
-    grouped = basics.grouped(scale, tuple, compares_names=False)
+    grouped = basics.grouped(scale, tuple)
     assert (grouped.__name__, grouped([1, 2], factor=3, name="x")) == ("grouped_scale", (3, 6))
     assert seen == ["x", "x"]
     assert [*inspect.signature(grouped).parameters] == ["tensors", "factor", "name"]

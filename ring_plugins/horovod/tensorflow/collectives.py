@@ -101,7 +101,7 @@ def allreduce(
     )
 
 
-grouped_allreduce = operation(grouped(allreduce, list, compares_names=False))
+grouped_allreduce = operation(grouped(allreduce, list))
 
 
 def _reduced(x: Any, op: Op, call: Call) -> Any:
@@ -141,7 +141,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return _differentiable("allgather", call, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
 
 
-grouped_allgather = operation(grouped(allgather, list, compares_names=False))
+grouped_allgather = operation(grouped(allgather, list))
 
 
 @operation
@@ -233,7 +233,7 @@ def reducescatter(
     return _scaled(tensor, compression, reduction, (prescale_factor, postscale_factor), process_set, scattered)
 
 
-grouped_reducescatter = operation(grouped(reducescatter, list, compares_names=False))
+grouped_reducescatter = operation(grouped(reducescatter, list))
 
 
 def _scaled(
