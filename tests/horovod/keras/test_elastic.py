@@ -7,10 +7,6 @@ import pytest
 from ring_plugins.core.base.errors import ArgumentError
 from tests.launch import run_ranks, slowness
 
-keras = pytest.importorskip("keras")
-
-from ring_plugins.horovod.keras import elastic  # noqa: E402 - needs Keras
-
 SCRIPT = """
 import os
 import signal
@@ -94,7 +90,11 @@ def test_a_fit_begins_again_in_the_epoch_that_was_reached():
         assert one["began"] == [[0, 0, 3], [1, 2, 2]] and one["resets"] == [2] and one["done"] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow  # it imports Keras
 def test_callbacks_tell_the_state_where_the_training_is():
+    pytest.importorskip("keras")
+    from ring_plugins.horovod.keras import elastic
+
     commits, state = [], SimpleNamespace(epoch=2, batch=0, commit=lambda: commits.append((state.epoch, state.batch)))
     one, two = elastic.UpdateEpochStateCallback(state), elastic.UpdateBatchStateCallback(state)
     three = elastic.CommitStateCallback(state, batches_per_commit=2)
@@ -109,6 +109,10 @@ def test_callbacks_tell_the_state_where_the_training_is():
     assert commits == [(2, 1), (3, 0), (3, 0), (3, 2), (4, 0)]
 
 
+@pytest.mark.slow  # it imports Keras
 def test_a_model_that_is_not_built_is_rejected():
+    keras = pytest.importorskip("keras")
+    from ring_plugins.horovod.keras import elastic
+
     with pytest.raises(ArgumentError, match=r"begin it with keras\.Input"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))

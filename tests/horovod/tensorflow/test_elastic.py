@@ -1,20 +1,19 @@
 """A state of variables of TensorFlow, as a loop with tapes has it."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-tf = pytest.importorskip("tensorflow")
-
-from ring_plugins.core.base.errors import ArgumentError  # noqa: E402 - TensorFlow comes first
-from ring_plugins.core.joining import training_state  # noqa: E402
-from ring_plugins.horovod import elastic as shared  # noqa: E402
-from ring_plugins.horovod.tensorflow import elastic  # noqa: E402
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.joining import training_state
+from ring_plugins.horovod import elastic as shared
 
 
+@pytest.mark.slow  # it imports TensorFlow
 def test_variables_and_values_are_saved_restored_and_given_to_all(monkeypatch):
+    tf = pytest.importorskip("tensorflow")
+    from ring_plugins.horovod.tensorflow import elastic
+
     job = SimpleNamespace(elastic=SimpleNamespace(view=0), replaces=False)
     for module in (shared, training_state):
         monkeypatch.setattr(module, "current", lambda: job)
