@@ -32,6 +32,7 @@ from ring_plugins.lightning.launcher import (
     set_exit_status,
 )
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.predictions import Predictions
 from ring_plugins.lightning.process_group import metrics_within
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
@@ -84,6 +85,8 @@ class RingTrainerLogic(RingParallelLogic):
             optimization.
         uneven: What happens when a rank of ``fit`` has fewer batches than others: with "join" it goes on to the end of
             the longest, and what it computes does not count (docs/lightning.md); "error" ends the job.
+        gather_predictions: Whether ``Trainer.predict`` returns the predictions of all ranks, on all ranks, in the order
+            of the data; by default those of this rank.
         on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
             step and go on (docs/healing.md); "replace" also starts another process in its place, which joins them
             between two batches. The default is RING_ON_FAILURE, or "end".
@@ -130,6 +133,7 @@ class RingTrainerLogic(RingParallelLogic):
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,
         uneven: Literal["join", "error"] = "join",
+        gather_predictions: bool = False,
         on_failure: Literal["end", "continue", "replace"] | None = None,
         min_ranks: int | None = None,
         max_ranks: int | None = None,
@@ -143,6 +147,7 @@ class RingTrainerLogic(RingParallelLogic):
             raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
         self._evaluation: EvenEvaluation | None = None
+        self._gathers = gather_predictions
         FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
@@ -212,6 +217,8 @@ class RingTrainerLogic(RingParallelLogic):
                 evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
                 self._evaluation = EvenEvaluation(evaluating, self.lightning_module, self.group)
                 self._set_up.callback(self._evaluation.close)
+            if self.world_size > 1 and self._gathers and trainer.state.fn == "predict":
+                self._set_up.callback(Predictions(trainer, self.group).close)
             if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
                 self._uneven = UnevenData(self, trainer, loop)
                 self._set_up.callback(self._uneven.close)

@@ -1,0 +1,130 @@
+"""The predictions of all ranks in the order of the data (`RingStrategy(gather_predictions=...)`).
+
+Rank r of n has predicted the samples r, r + n, r + 2n... of what the loader draws (`shares`). So the batches are taken
+apart into samples, put in order, and put together to batches of the loader's size, as one process would have made them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+import ring_plugins.core.functions as ring
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.groups import Group
+from ring_plugins.torch.loaders import samplers_of
+
+
+def gathered(
+    predictions: Sequence[Any], sizes: Sequence[int], batch_size: int, group: Group | None = None
+) -> list[Any]:
+    """The batches of all ranks in the order of the data, on all ranks; collective.
+
+    Args:
+        predictions: of this rank, by batch.
+        sizes: how many samples each of these batches has, and perhaps others behind them.
+        batch_size: of the loader.
+        group: whose ranks take part.
+
+    Raises:
+        ArgumentError: on all ranks, if a prediction does not have one part for each sample.
+    """
+    samples: list[Any] | str = []
+    try:
+        samples = [one for batch, size in zip(predictions, sizes, strict=False) for one in taken_apart(batch, size)]
+    except ValueError as error:
+        samples = str(error)
+    by_rank = ring.all_gather_object(samples, group=group)
+    if wrong := [f"rank {rank}: {found}" for rank, found in enumerate(by_rank) if isinstance(found, str)]:
+        raise ArgumentError(
+            "gather_predictions needs what predict_step returns to have a part for each sample of the batch "
+            f"({wrong[0]}). Return tensors, lists, tuples or dicts of that length, or leave gather_predictions out."
+        )
+    missing = object()
+    rounds = itertools.zip_longest(*by_rank, fillvalue=missing)
+    ordered = [one for some in rounds for one in some if one is not missing]
+    return [put_together(ordered[i : i + batch_size]) for i in range(0, len(ordered), batch_size)]
+
+
+def taken_apart(batch: Any, size: int) -> list[Any]:
+    """A batch as samples.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(batch, Tensor) and batch.dim() and len(batch) == size:
+        return list(batch.detach().cpu().unbind())
+    if isinstance(batch, Mapping):
+        parts = {key: taken_apart(value, size) for key, value in batch.items()}
+        return [{key: values[i] for key, values in parts.items()} for i in range(size)]
+    if (
+        isinstance(batch, list)
+        and len(batch) == size
+        and not any(isinstance(one, Tensor) and one.dim() for one in batch)
+    ):
+        return batch
+    if isinstance(batch, (list, tuple)):
+        columns = [taken_apart(value, size) for value in batch]
+        return [tuple(column[i] for column in columns) for i in range(size)]
+    shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
+    raise ValueError(f"a {type(batch).__name__}{shape} for {size} samples")
+
+
+def put_together(samples: Sequence[Any]) -> Any:
+    """Samples as a batch."""
+    first = samples[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(samples))
+    if isinstance(first, dict):
+        return {key: put_together([one[key] for one in samples]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(put_together(column) for column in zip(*samples, strict=True))
+    return list(samples)
+
+
+class Predictions:
+    """Lets ``Trainer.predict`` return the predictions of all ranks.
+
+    Args:
+        trainer: the Trainer, in ``Strategy.setup``.
+        group: whose ranks predict, by default all.
+    """
+
+    def __init__(self, trainer: Any, group: Group | None) -> None:
+        self._group = group
+        self._loop, self._run = trainer.predict_loop, trainer.predict_loop.run
+        self._loop.run = self._run_and_gather
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        vars(self._loop).pop("run", None)
+
+    def _run_and_gather(self) -> Any:
+        own = self._run()
+        if not self._loop.return_predictions or own is None:
+            return own
+        loaders = self._loop._combined_loader.flattened
+        pairs = zip(self._loop._predictions, loaders, strict=True)
+        found = [gathered(some, _sizes(loader), loader.batch_sampler.batch_size, self._group) for some, loader in pairs]
+        return found[0] if len(found) == 1 else found
+
+
+def _sizes(loader: Any) -> list[int]:
+    """How many samples each batch had that this rank has taken from a loader, as Lightning has noted.
+
+    Raises:
+        ArgumentError: nobody knows which samples of the data these were.
+    """
+    batches = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
+    if batches is None or not any(isinstance(one, DistributedSampler) for one in samplers_of(loader)):
+        raise ArgumentError(
+            "gather_predictions needs to know which samples a rank has predicted, which nobody does of a loader of an "
+            "IterableDataset, or with use_distributed_sampler=False. Use a DataLoader of a dataset with a length, or "
+            "leave gather_predictions out."
+        )
+    return [len(batch) for batch in batches]
