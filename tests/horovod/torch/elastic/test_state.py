@@ -97,7 +97,7 @@ def test_the_other_ranks_begin_again_with_the_rest_of_the_epoch():
     result = trained("continue")
     found = check(result, (0, 1))
     for one in found:
-        assert one["began"] == [[0, 0, 3, 3], [1, 2, 2, 2]]
+        assert one["began"] == [[0, 0, 3, 3], [1, 3, 2, 2]]
         assert one["resets"] == [2] and one["rate"] == pytest.approx(0.2)
     for epoch in (2, 3):
         assert sorted(found[0]["seen"][epoch] + found[1]["seen"][epoch]) == [*range(24)]
@@ -108,8 +108,8 @@ def test_a_process_that_takes_the_place_begins_with_the_others_state():
     result = trained("replace")
     found = check(result, (0, 1, 2))
     for slot in (0, 2):
-        assert found[slot]["began"] == [[0, 0, 3, 3], [1, 2, 2, 2], [2, 1, 3, 3]]
+        assert found[slot]["began"] == [[0, 0, 3, 3], [1, 3, 2, 2], [2, 2, 3, 3]]
         assert found[slot]["resets"] == [2, 3]
-    assert found[1]["began"] == [[2, 1, 3, 3]] and found[1]["resets"] == [3]
+    assert found[1]["began"] == [[2, 2, 3, 3]] and found[1]["resets"] == [3]
     assert sorted(number for one in found for number in one["seen"][3]) == [*range(24)]
     assert found[0]["rate"] == pytest.approx(0.3)
