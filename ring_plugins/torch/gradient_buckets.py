@@ -309,7 +309,8 @@ class GradientBuckets:
 
     def _scale_and_tell(self, bucket: Bucket, direct: Sequence[torch.Tensor], absent: Sequence[int]) -> None:
         """Scale what the reduction sums, and write what a bucket tells; arguments as `_sorted` returns them."""
-        if (scale := self._scale) != 1.0:  # the reduction does not divide by the number of ranks
+        # NCCL's reduction does not divide by the number of ranks.
+        if self._streams is not None and (scale := self._scale) != 1.0:
             for gradient in [self._gradients[bucket.index], *direct] if bucket.flags else direct:
                 gradient.mul_(scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
         self._write_tail(bucket)
@@ -559,7 +560,8 @@ class GradientBuckets:
             found, self._found_sparse = sorted(set().union(*by_rank)), set()
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
-        self._weigh()
+        if self._control[_LACKS]:
+            self._weigh()
         self._checks.note_compared()
         return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0, ended)
 
@@ -616,7 +618,7 @@ class GradientBuckets:
         return self._shares(self._control)
 
     def _shares(self, control: torch.Tensor) -> tuple[float, ...]:
-        least, divisor = self._any_rank_has_it, 1 if self._scale == 1.0 else self._communicator.size
+        least, divisor = self._any_rank_has_it, 1 if self._streams is None else self._communicator.size
         return tuple([share / divisor if share > least else 0.0 for share in control.real.tolist()])
 
     def check_late(self) -> float:
