@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +19,17 @@ from typing import Any
 from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Work
-from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls
+from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls, NameInUse
 from ring_plugins.core.groups import Group
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current
 
 #: Seconds for which a rank waits for a match before it says that it waits: messages take milliseconds.
 _PATIENCE = 2.0
+
+#: Seconds for which a name stays in use after all ranks have called it, unless the script has waited for the operation.
+#: A second call without waiting is an error on all ranks then, however soon the others came.
+_RESERVED = 0.25
 
 #: Runs an operation in a group, and returns its results.
 Run = Callable[[Group], Sequence[Any]]
@@ -63,7 +68,7 @@ class NamedWork:
         description: of what.
 
     Attributes:
-        has_matched: whether they have.
+        matched_at: when they had, by the monotonic clock; None before that.
     """
 
     def __init__(self, calls: NamedCalls, ranks: tuple[int, ...], description: str) -> None:
@@ -72,7 +77,8 @@ class NamedWork:
         self._begun: Work[Sequence[Any]] | None = None
         self._error: RingError | None = None
         self._came = threading.Event()
-        self.has_matched = False
+        self._is_seen = False  # whether the script knows that it is over
+        self.matched_at: float | None = None
 
     def begin(self, work: Work[Sequence[Any]]) -> None:
         """Wait for this from now on."""
@@ -85,11 +91,23 @@ class NamedWork:
         self._came.set()
 
     def done(self) -> bool:
+        self._is_seen = self._is_over()
+        return self._is_seen
+
+    def _is_over(self) -> bool:
         return self._error is not None or (self._begun is not None and self._begun.done())
+
+    def frees_its_name(self) -> bool:
+        """Whether the name may be called again: alike on all ranks, unless one is slower by `_RESERVED`."""
+        reserved = self.matched_at is None or time.monotonic() - self.matched_at < _RESERVED
+        return self._is_seen or (not reserved and self._is_over())
 
     def wait(self) -> Sequence[Any]:
         if not self._came.wait(_PATIENCE):
-            self._calls.wait(self._came.is_set, lambda: () if self.has_matched else self._ranks, self.description)
+            self._calls.wait(
+                self._came.is_set, lambda: () if self.matched_at is not None else self._ranks, self.description
+            )
+        self._is_seen = True
         if self._error is not None:
             raise self._error
         assert self._begun is not None
@@ -111,6 +129,8 @@ class NamedOperations:
         self._world, self._calls, self._ranks = world, calls, ranks
         self.numbers = itertools.count(1)
         self._lock = threading.Lock()
+        #: By name, the last operation whose handle the script still has.
+        self._begun: weakref.WeakValueDictionary[str, NamedWork] = weakref.WeakValueDictionary()
         self._group: Group | None = None
         #: What has matched while the group is made; None once that is over.
         self._waiting: list[tuple[NamedWork, Run]] | None = []
@@ -127,8 +147,14 @@ class NamedOperations:
             name: of the operation.
             call: what all ranks have to call equally; its "kind" names it.
             run: this rank's part.
+
+        Raises:
+            NameInUse: an operation of this name is under way.
         """
-        work = NamedWork(self._calls, self._ranks, f"{call['kind']}(name={name!r})")
+        earlier = self._begun.get(name)
+        if earlier is not None and not earlier.frees_its_name():
+            raise NameInUse(name)
+        work = self._begun[name] = NamedWork(self._calls, self._ranks, f"{call['kind']}(name={name!r})")
         self._calls.begin(self._ranks, name, call, lambda match: self._match(match, work, run))
         return work
 
@@ -139,7 +165,7 @@ class NamedOperations:
             self._match(match, NamedWork(self._calls, self._ranks, f"{called[0]['kind']} after hvd.join"), run)
 
     def _match(self, match: Match, work: NamedWork, run: Run) -> None:
-        work.has_matched = True
+        work.matched_at = time.monotonic()
         if (error := _difference(match)) is not None:
             work.fail(error)
             return

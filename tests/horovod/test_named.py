@@ -1,11 +1,13 @@
 """Operations that match by their names, and what goes on while a rank is in `hvd.join`, on real ranks."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.control.named_calls import Match
-from ring_plugins.horovod.named import _difference
+from ring_plugins.core.control.named_calls import Match, NameInUse
+from ring_plugins.horovod import named
+from ring_plugins.horovod.named import NamedOperations, _difference
 from tests.launch import run_ranks
 
 
@@ -26,6 +28,32 @@ def test_why_an_operation_cannot_take_place(calls, said):
     error = _difference(Match((0, 3), "x", calls))
     assert (error is None) == (said is None)
     assert said is None or re.search(said, str(error))
+
+
+def test_a_name_is_in_use_until_the_script_has_waited_or_a_while_has_passed(monkeypatch):
+    """Also where the others have called it at once: whether they have depends on when they are scheduled."""
+    begun = []
+    calls = SimpleNamespace(begin=lambda ranks, name, call, matched: begun.append(matched))
+    ended = SimpleNamespace(done=lambda: True, wait=lambda: [1])
+    group = SimpleNamespace(communicator=SimpleNamespace(start=lambda description, run: ended))
+    operations = NamedOperations(None, calls, (0, 1))
+    operations._group, operations._waiting = group, None
+    call = {"kind": "allreduce"}
+
+    def start():
+        work = operations.start("x", call, lambda group: [1])
+        begun[-1](Match((0, 1), "x", [call, call]))
+        return work
+
+    first = start()
+    with pytest.raises(NameInUse, match="name='x' is in use"):
+        start()
+    assert first.wait() == [1]
+    second = start()
+    assert second.done()  # as `hvd.poll` asks
+    third = start()
+    monkeypatch.setattr(named, "_RESERVED", 0)
+    assert start() is not third
 
 
 SCRIPT = """

@@ -29,7 +29,16 @@ REFUSED = "refused"
 
 
 class NameInUse(ArgumentError):
-    """This rank has called the name, and the others have not yet."""
+    """This rank has called the name, and that operation is not over."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"name={name!r} is in use: this rank has begun an operation of that name, and has not waited for it. Wait "
+            "for it first, or give each operation its own name."
+        )
+
+    def __reduce__(self) -> Any:
+        return ArgumentError, (str(self),)
 
 
 class Match(NamedTuple):
@@ -86,10 +95,7 @@ class NamedCalls:
         key = tuple(ranks), name
         with self._lock:
             if key in self._own:
-                raise NameInUse(
-                    f"name={name!r} is in use: this rank has begun an operation of that name, which is not over since "
-                    "other ranks have not called it. Wait for it first, or give each operation its own name."
-                )
+                raise NameInUse(name)
             self._own[key] = matched
         self._channel.tell(0, "calls", {"ranks": list(ranks), "name": name, "call": call})
 
