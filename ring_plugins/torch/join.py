@@ -19,7 +19,6 @@ pass who is there, also where all are, and it knows no clipping.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -29,9 +28,12 @@ from typing_extensions import Self
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.base.errors import ArgumentError, StepSkipped
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.control.wait import hindrances
 from ring_plugins.core.groups import Group
+from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import Checks
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.hooks import OwnGradients
@@ -95,6 +97,17 @@ class join:  # noqa: N801 - a context, named as a function
 
     def __init__(self, *parts: Any, batch_size: int = 1, passes: int = 1) -> None:
         self._averagers: list[Averager] = []
+        with rejections_told(current().communicator, "join"):
+            self._take(parts)
+        self._parts, self._full = parts, batch_size * passes
+        self._owners: list[Averager] = []  # by part
+        for part in parts:
+            averager, before = getattr(part, "averager", part), self._owners[-1:] or self._averagers
+            self._owners.append(averager if hasattr(averager, "catch_up") else before[0])
+        self.last = 0
+
+    def _take(self, parts: tuple[Any, ...]) -> None:
+        """Note the averagers among `parts`, which must be what `join` can follow."""
         for part in parts:
             averager = getattr(part, "averager", part)
             if hasattr(averager, "catch_up"):
@@ -113,12 +126,6 @@ class join:  # noqa: N801 - a context, named as a function
                 "join() follows what all ranks average, and this is averaged in a group. Give the ranks of a "
                 "group equally many batches."
             )
-        self._parts, self._full = parts, batch_size * passes
-        self._owners: list[Averager] = []  # by part
-        for part in parts:
-            averager, before = getattr(part, "averager", part), self._owners[-1:] or self._averagers
-            self._owners.append(averager if hasattr(averager, "catch_up") else before[0])
-        self.last = 0
 
     def __enter__(self) -> Self:
         for averager in self._averagers:
@@ -209,7 +216,7 @@ class join:  # noqa: N801 - a context, named as a function
                 errors.append(error)
 
         # Others may use their averagers in any order.
-        threads = [threading.Thread(target=follow, args=(i,)) for i in range(1, len(self._averagers))]
+        threads = [HelperThread(follow, "ring:join", (i,)) for i in range(1, len(self._averagers))]
         for thread in threads:
             thread.start()
         follow(0)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.control.named_calls import Match, NameInUse
 from ring_plugins.horovod import named
 from ring_plugins.horovod.named import NamedOperations, _difference
@@ -54,6 +55,18 @@ def test_a_name_is_in_use_until_the_script_has_waited_or_a_while_has_passed(monk
     third = start()
     monkeypatch.setattr(named, "_RESERVED", 0)
     assert start() is not third
+
+
+def test_operations_whose_group_cannot_be_made_raise_why(monkeypatch):
+    def refused(ranks, purpose):
+        raise PeerFailed(1, "was killed")
+
+    monkeypatch.setattr(named, "Group", refused)
+    operations = NamedOperations(SimpleNamespace(world_ranks=(0, 1)), SimpleNamespace(begin=lambda *_: None), (0, 1))
+    work = operations.start("x", {"kind": "allreduce"}, lambda group: [])
+    operations._match(Match((0, 1), "x", [{"kind": "allreduce"}] * 2), work, lambda group: [])
+    with pytest.raises(PeerFailed):
+        work.wait()
 
 
 SCRIPT = """

@@ -1,5 +1,8 @@
 """Ranks with different numbers of batches train to the end of the longest, as one process does on all data."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,22 @@ from ring_plugins.torch.gradient_buckets import GradientBuckets
 from ring_plugins.torch.join import join
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.launch import run_ranks
+
+
+def test_an_error_in_the_passes_of_one_averager_is_raised_where_the_block_ends(monkeypatch):
+    module = importlib.import_module("ring_plugins.torch.join")  # the package has the class by this name
+    communicator = SimpleNamespace(size=1)
+    parts = [SimpleNamespace(catch_up=lambda: 0, communicator=communicator) for _ in range(3)]
+
+    def take_part(averager, weight):
+        if averager is parts[1]:
+            raise ValueError("no pass")
+        return True
+
+    monkeypatch.setattr(module, "take_part", take_part)
+    monkeypatch.setattr(module, "current", lambda: SimpleNamespace(communicator=communicator))
+    with pytest.raises(ValueError, match="no pass"):
+        join(*parts).follow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -59,7 +78,10 @@ def test_averages_weigh_samples(monkeypatch):
 
 
 @pytest.mark.parametrize(("parts", "text"), [((), "needs what averages"), ((3,), "was given a int")])
-def test_other_parts_are_rejected(parts, text):
+def test_other_parts_are_rejected(monkeypatch, parts, text):
+    communicator = SimpleNamespace(size=1, reject=lambda operation, error: None)
+    module = importlib.import_module("ring_plugins.torch.join")
+    monkeypatch.setattr(module, "current", lambda: SimpleNamespace(communicator=communicator))
     with pytest.raises(ArgumentError, match=text):
         join(*parts)
 

@@ -126,6 +126,7 @@ WRONG = {
     **dict.fromkeys(["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"], WHOLE),
     "broadcast_optimizer_state": "adam",
     "broadcast_parameters": None,
+    "join": "adam",
 }
 
 
@@ -148,7 +149,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         world_rank=0,
         world_ranks=(0, 1),
     )
-    for module in (functions, importlib.import_module("ring_plugins.torch.broadcast"), differentiable, state_transfer):
+    shadowed = [importlib.import_module(f"ring_plugins.torch.{name}") for name in ("broadcast", "join")]
+    for module in (functions, *shadowed, differentiable, state_transfer):
         monkeypatch.setattr(module, "current", lambda: world)
     return rejected
 

@@ -53,7 +53,7 @@ def checked():
             "scale() has no argument async_op=1: pass wait=False, which returns a Work, instead.",
         ),
         ((1.0,), {"name": "x"}, "scale() has no argument name='x': pass names instead. It takes x, op, wait, names."),
-        ((1.0,), {"group": ...}, "scale() has no argument group=<builtins.ellipsis>: all ranks take part. "),
+        ((1.0,), {"group": ...}, "scale() has no argument group=<builtins.ellipsis>: all ranks take part; collectives"),
         ((), {}, "scale(): missing a required argument: 'x'. It takes x, op, wait, names."),
         ((1.0, "sum", 3), {}, "scale(): too many positional arguments."),
         ((None,), {}, "scale() got x=None, but takes float there."),

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,3 +116,14 @@ def test_the_optimizer_has_what_scripts_read_of_horovods():
 def test_horovods_submodules_have_its_names(module, names):
     found = importlib.import_module(f"ring_plugins.horovod.torch.{module}")
     assert [name for name in names.split() if not hasattr(found, name)] == []
+
+
+def test_an_error_while_optimizers_take_part_is_raised_in_join(monkeypatch):
+    def follow(weight):
+        raise ValueError("no pass")
+
+    monkeypatch.setattr(hvd, "_optimizers", [lambda: SimpleNamespace(waits_in_join=lambda: True)])
+    monkeypatch.setattr(hvd.ring_plugins.torch, "join", lambda *parts: SimpleNamespace(follow=follow, settle=None))
+    monkeypatch.setattr(hvd.basics, "join", lambda device: 0)
+    with pytest.raises(ValueError, match="no pass"):
+        hvd.join()
