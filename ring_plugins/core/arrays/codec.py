@@ -61,8 +61,13 @@ class Codec(Protocol):
     def undo(self) -> None:
         """Forget what was noted in this reduction, which is given up, or repeated."""
 
-    def pack(self, piece: Array) -> Array:
-        """Return what to send for a piece of the array, perhaps the piece itself."""
+    def pack(self, piece: Array, holders: int = 1) -> Array:
+        """Return what to send for a piece of the array, perhaps the piece itself.
+
+        Args:
+            piece: of the array.
+            holders: how many members send these same numbers, sums that they have in common.
+        """
 
     def round(self, piece: Array) -> None:
         """Round a piece of the result as the copies are rounded that others get of it."""
@@ -85,7 +90,7 @@ class IdentityCodec:
     def undo(self) -> None:
         pass
 
-    def pack(self, piece: Array) -> Array:
+    def pack(self, piece: Array, holders: int = 1) -> Array:
         return piece
 
     def round(self, piece: Array) -> None:
@@ -205,8 +210,11 @@ class RoundingCodec(abc.ABC):
         count, line = min(max(self._rounded - offset, 0), piece.size), CACHE_LINE // piece.itemsize
         return offset, count, self._nbytes(count, line), line
 
-    def pack(self, piece: Array) -> Array:
-        """Round a piece. The second time in a reduction it holds the result, which is already rounded."""
+    def pack(self, piece: Array, holders: int = 1) -> Array:
+        """Round a piece. The second time in a reduction it holds the result, which is already rounded.
+
+        Or it holds a sum that other `holders` send, too: each adds its share of the error to its own next numbers.
+        """
         offset, count, nbytes, line = self._cut(piece)
         data = np.empty(nbytes + (piece.size - count) * piece.itemsize, np.uint8)
         kept = self._results.pop(offset, None)
@@ -217,16 +225,21 @@ class RoundingCodec(abc.ABC):
         if not count:
             return data
         values, packed = piece[:count].astype(np.float32), data[:nbytes]
-        if self._errors is None or offset in self._packed:
+        if self._errors is None or (offset in self._packed and holders == 1):
             self._encode(values, line, packed)
             return data
         errors = self._errors[offset : offset + count]
-        self._packed[offset] = errors.copy() if self._can_undo else None
-        values += errors
+        if holders == 1:
+            self._packed[offset] = errors.copy() if self._can_undo else None
+            values += errors
         self._encode(values, line, packed)
+        before = errors.copy() if holders > 1 else None
         self._decode(packed, line, errors)
         with np.errstate(invalid="ignore"):
             np.subtract(values, errors, out=errors)
+            if before is not None:
+                errors /= holders
+                errors += before
         errors[~np.isfinite(errors)] = 0  # an overflow is for the loss scaler to see, not for every later step
         return data
 

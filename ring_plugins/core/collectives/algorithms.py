@@ -264,12 +264,12 @@ def reduce_small(
         codec: encodes what is sent.
         fingerprint: of the operation.
     """
-    left = group.size
+    left, holders = group.size, 1
     for members in rounds(group.size, group.position):
         left //= len(members)
         terms = np.empty((len(members), array.size), array.dtype)
         received = list(terms) if codec.exact else [codec.receive_buffer(array) for _ in terms]
-        packed = codec.pack(array).view(np.uint8)
+        packed = codec.pack(array, holders).view(np.uint8)
         outgoing: list[Bytes | None] = [None] * group.size
         incoming: list[Bytes | None] = [None] * group.size
         for i, term in zip(members, received, strict=True):
@@ -279,6 +279,7 @@ def reduce_small(
             if not codec.exact:
                 codec.unpack(data, array, into=term)
         reduce_into(array, list(terms), op, dtype, divisor if left == 1 else 1)
+        holders *= len(members)
 
 
 @lru_cache(maxsize=256)
