@@ -248,15 +248,20 @@ class GpuRecovery:
         self.follow()
 
     def _await_end(self) -> None:
-        """Wait until no kernel of the old communicator can write to memory any more."""
+        """Wait until no kernel of the old communicator can write to any rank's memory any more; collective."""
         executor, end = self._executor, time.monotonic() + _ENDING
 
         def over() -> bool:
             return not executor.has_unfinished(checks=False) or time.monotonic() > end
 
         executor.wait.until(over, list, lambda: f"{executor.name}: the end of NCCL's kernels")
-        if executor.has_unfinished(checks=False):
-            raise DeviceError(f"{executor.name}: NCCL's kernels that waited for a lost rank have not ended in 10 s.")
+        stuck = self._host.all_gather_object(executor.has_unfinished(checks=False), "the end of NCCL's kernels")
+        if any(stuck):
+            ranks = [rank for rank, is_stuck in zip(self._host.ranks, stuck, strict=True) if is_stuck]
+            raise DeviceError(
+                f"{executor.name}: NCCL's kernels that waited for a lost rank have not ended in 10 s on "
+                f"{name_ranks(ranks)}. Those that are left cannot go on: start the job again from a checkpoint."
+            )
 
     # For the monitor thread ---------------------------------------------------------------------------
 

@@ -132,6 +132,13 @@ def test_kernels_that_do_not_end_are_not_written_over(job, monkeypatch):
         job.a_pass()
 
 
+def test_all_ranks_hear_of_one_whose_kernels_do_not_end(job):
+    job.view, job.host.others = 1, ["stuck"]
+    with pytest.raises(DeviceError, match="have not ended in 10 s on rank 1"):
+        job.recovery.connect()
+    assert job.executor.connection.calls == ["shrink"]
+
+
 def test_nobody_takes_what_one_gpu_could_not_finish(job):
     """The other rank's GPU was done when a third one died; this rank's was not."""
     job.host.others, job.host.dies = ["a rank is lost"], "barrier"
