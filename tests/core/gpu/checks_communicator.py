@@ -178,7 +178,8 @@ report("start", raised(lambda: world.current().new_device_communicator("late", 0
 # NCCL notices a failure between calls.
 library.log.clear()
 library.async_error = 6
-communicator.executor.poll([])
+while communicator.executor.connection.is_open:  # the monitor thread may be looking, and this one then does nothing
+    communicator.executor.poll([])
 library.async_error = 0
 # Or it has heard of a failure that another rank noticed first.
 report("noticed", raised(lambda: communicator.all_reduce(on_device(x), ring.SUM), RingError))
