@@ -337,6 +337,7 @@ class RecoveryCheck:
     def __init__(self, communicator: Communicator[Any]) -> None:
         self._communicator = communicator
         self._job = current()
+        self._job.elastic.averages = True
         self._view, self._to_compare = self._job.elastic.view, 0
 
     def begin_pass(self) -> bool:

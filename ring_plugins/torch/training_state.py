@@ -159,7 +159,8 @@ class TrainingState(ListedState):
         elif self._is_where_it_joined():  # at that place, or where the epoch began
             return
         elastic, communicator = current().elastic, current().communicator
-        if not elastic.asked_since_commit() and communicator.recovers:  # a loop that averages by itself
+        # A loop that averages by itself asks here. Others do not: this may be between two passes of a step.
+        if not elastic.averages and communicator.recovers:
             self._change_members()
             if elastic.changes.untold:
                 elastic.tell_changes()

@@ -315,7 +315,7 @@ def test_a_script_that_cannot_join_is_told_why_and_disturbs_nobody(variable, tex
 
 
 #: Rank 1 dies in its second step; the other one goes on until a process has waited for some seconds.
-ONLY_COLLECTIVES = """
+WITHOUT_COMMITS = """
     import os, signal, time
     import ring_plugins as ring
     from ring_plugins.core.rendezvous.spawn import slots
@@ -329,7 +329,6 @@ ONLY_COLLECTIVES = """
             os.kill(os.getpid(), signal.SIGKILL)
         ring.all_reduce(1.0)
         state.step += 1
-        state.commit()
         time.sleep(0.01)
         since = since if slots().has_waiting() else time.monotonic()
         waits = time.monotonic() - since
@@ -338,8 +337,8 @@ ONLY_COLLECTIVES = """
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_a_loop_without_gradients_says_that_it_needs_them():
-    result = run_ranks(ONLY_COLLECTIVES, 2, timeout=120)
+def test_a_process_that_waits_for_a_loop_without_commits_says_that_it_needs_them():
+    result = run_ranks(WITHOUT_COMMITS, 2, timeout=120)
     assert result.reports == {0: {"left": 1}}
     assert "waits for rank 0 to average gradients and call TrainingState.commit(), after 5 s" in result.output
 
@@ -369,6 +368,7 @@ ACCUMULATING = """
     ring.init(ranks=2, on_failure="replace")
     is_new = current().is_joining
     model = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(model.bias)
     counted = {"backward_passes_per_step": 2} if os.environ["TEST_BY"] == "passes" else {}
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters(), **counted)
     state = TrainingState(model=model, optimizer=optimizer, epoch=0)
@@ -381,7 +381,7 @@ ACCUMULATING = """
         for half in state.batches(range(8)):
             if ring.rank() == 1 and not is_new and (state.epoch, half) == (0, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
-            while half == 5 and len(current().world_ranks) == 1 and not slots().has_waiting():
+            while half == 4 and len(current().world_ranks) == 1 and not slots().has_waiting():
                 time.sleep(0.01)
             if half % 2 == 0:
                 optimizer.zero_grad()
@@ -390,7 +390,7 @@ ACCUMULATING = """
             if half % 2:
                 optimizer.step()
             state.commit()
-    report("left", [ring.size(), optimizer.param_groups[0]["lr"], is_new], ring.rank())
+    report("left", [ring.size(), optimizer.param_groups[0]["lr"], is_new, model.bias.item()], ring.rank())
 """
 
 
@@ -399,7 +399,8 @@ ACCUMULATING = """
 def test_a_process_joins_a_script_that_commits_after_each_pass_and_hears_of_it_in_a_function_added_later(by):
     """Its first `commit` is one before which it has communicated nothing, and it counts."""
     result = run_ranks(ACCUMULATING, 2, env={"TEST_BY": by}, timeout=120)
-    assert result.reports == {0: {"left": [2, 1.0, False]}, 1: {"left": [2, 1.0, True]}}
+    # Eight steps of two, two of them at half the rate: it joins behind a step, though it waits since the middle of one.
+    assert result.reports == {0: {"left": [2, 1.0, False, -14.0]}, 1: {"left": [2, 1.0, True, -14.0]}}
 
 
 #: Rank 1 dies in its third step; rank 0 waits for the process that takes its place.

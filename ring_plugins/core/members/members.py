@@ -75,7 +75,8 @@ class Elastic:
         preemption_notice: whether this process was told to end, if the job goes on without it then.
         slot: as given.
         recovery: how communicators go on without lost ranks.
-        has_asked: whether a pass of gradients has carried `wants_change` to all ranks since a `commit` last looked.
+        averages: whether the script has made what averages gradients, whose passes carry `wants_change` to all ranks.
+        has_asked: whether one has carried it since a `commit` last looked.
         mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
 
@@ -87,7 +88,7 @@ class Elastic:
         self.recovery = JobRecovery(self.agree, policy.replaces)
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
-        self.has_asked = False
+        self.averages = self.has_asked = False
         self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
