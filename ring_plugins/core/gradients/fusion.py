@@ -186,6 +186,17 @@ class FusionPlan:
         """Bytes of all buckets together, without direct tensors."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    def gaps(self, bucket: Bucket) -> list[int]:
+        """The elements of a bucket that fill the last cache line of a tensor, and belong to none."""
+        line = CACHE_LINE // STORAGE[bucket.dtype].itemsize
+        counts = [self.entries[i].count for i in bucket.entries]
+        return [
+            gap
+            for offset, count in zip(bucket.offsets, counts, strict=True)
+            if offset >= 0
+            for gap in range(offset + count, offset + -(-count // line) * line)
+        ]
+
     def buckets_with(self, sizes: BucketSizes) -> tuple[Bucket, ...]:
         """The buckets that the same tensors would have with other sizes."""
         return FusionPlan(self.entries, sizes, self.control, self.order).buckets

@@ -146,6 +146,7 @@ class GradientReducer:
         self._early = len(self._buckets) - holds_last
         self._compression = compression
         self._codecs: dict[tuple[int, int], Codec] = {}  # by bucket and place in it
+        self._gaps: dict[int, Array] = {}  # by bucket whose memory has a codec
         self._descriptions = [_describe([bucket], buffer.plan) for bucket in self._buckets]
         self._description = _describe(self._buckets, buffer.plan)  # of all buckets, reduced as one
         self._lengths = [len(bucket.entries) for bucket in self._buckets]
@@ -302,6 +303,10 @@ class GradientReducer:
         codec = self._codecs.get((bucket.index, place))
         if codec is None:
             codec = self._codecs[bucket.index, place] = self._compression.codec(can_undo=self.kept is not None)
+            if place == 0:
+                self._gaps[bucket.index] = np.array(self._buffer.plan.gaps(bucket), np.intp)
+        if place == 0:  # a codec may round a whole cache line alike: what one pass left there would spoil all others
+            memory.array[self._gaps[bucket.index]] = 0
         codec.begin(memory.array, None if place else bucket.flags)  # flags and control numbers are not rounded
         return codec
 

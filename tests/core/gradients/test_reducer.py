@@ -1,7 +1,9 @@
 import itertools
 
+import numpy as np
 import pytest
 
+from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
@@ -241,3 +243,33 @@ def test_memory_of_a_gpu_is_restored_by_who_filled_it():
     assert restored == []
     assert kept.restored(bucket) is memories
     assert restored == [bucket.index]
+
+
+class Rounding(SingleCommunicator):
+    """Rounds what it is given, as hosts that send each other compressed numbers do."""
+
+    def all_reduce_coalesced(self, memories, op, codecs=None):
+        for memory, codec in zip(memories, codecs, strict=True):
+            codec.round(memory.array)
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+def test_what_is_no_number_in_one_pass_is_gone_in_the_next_though_a_codec_rounds_lines_alike(name):
+    communicator = Rounding("rounding")
+    plan = FusionPlan([Entry("bias", "float32", 5), Entry("weight", "float32", 20), Entry("large", "float32", 16)])
+    buffer = FusionBuffer(plan, communicator)
+    (bucket,), (memory,) = plan.buckets, buffer.memories
+    made = GradientReducer(buffer, communicator, compression=Compression.named(name))
+    places = zip(bucket.entries, bucket.offsets, strict=True)
+    gradients = [memory.array[offset : offset + plan.entries[i].count] for i, offset in places]
+
+    def passed(value):
+        def fill(bucket):
+            for gradient in gradients:
+                gradient[:] = value
+
+        made.finish(fill)
+        return [gradient.copy() for gradient in gradients]
+
+    assert all(np.isnan(gradient).all() for gradient in passed(np.nan))
+    assert all((gradient == 1).all() for gradient in passed(1))
