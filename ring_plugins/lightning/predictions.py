@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,12 @@ def gathered(
     Raises:
         ArgumentError: on all ranks, if a prediction does not have one part for each sample.
     """
+    pairs = list(zip(predictions, sizes, strict=False))
+    kinds = ring.all_gather_object([_kind_of(*pair) for pair in pairs], group=group)
+    are_lists = {kind for some in kinds for kind in some} in ({"parts"}, {"parts", "either"})
     samples: list[Any] | str = []
     try:
-        samples = [one for batch, size in zip(predictions, sizes, strict=False) for one in taken_apart(batch, size)]
+        samples = [one for pair in pairs for one in (map(Part, pair[0]) if are_lists else taken_apart(*pair))]
     except ValueError as error:
         samples = str(error)
     by_rank = ring.all_gather_object(samples, group=group)
@@ -49,6 +52,19 @@ def gathered(
     rounds = itertools.zip_longest(*by_rank, fillvalue=missing)
     ordered = [one for some in rounds for one in some if one is not missing]
     return [put_together(ordered[i : i + batch_size]) for i in range(0, len(ordered), batch_size)]
+
+
+class Part(NamedTuple):
+    """What a list has for one sample."""
+
+    value: Any
+
+
+def _kind_of(batch: Any, size: int) -> str:
+    """What a list of predictions has: "parts" of samples, "columns", or "either"; a tensor of rows is a column."""
+    if not isinstance(batch, list) or len(batch) != size:
+        return "columns"
+    return "either" if all(isinstance(one, Tensor) and one.dim() and len(one) == size for one in batch) else "parts"
 
 
 def taken_apart(batch: Any, size: int) -> list[Any]:
@@ -78,6 +94,8 @@ def taken_apart(batch: Any, size: int) -> list[Any]:
 def put_together(samples: Sequence[Any]) -> Any:
     """Samples as a batch."""
     first = samples[0]
+    if isinstance(first, Part):
+        return [one.value for one in samples]
     if isinstance(first, Tensor):
         return torch.stack(list(samples))
     if isinstance(first, dict):

@@ -16,6 +16,7 @@ of an epoch), and the ``run`` of the loop that validates.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,10 @@ import numpy as np
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import PeerLeft, name_ranks
+from ring_plugins.core.base.errors import MismatchError, PeerLeft, name_ranks
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.torch.loaders import samplers_of
 
 _BATCH, _VALIDATION, _EPOCH_END = range(3)
 _DOING = (
@@ -52,10 +54,11 @@ class SameLoop:
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         self._compares = compares and trainer.state.fn == "fit" and hasattr(loop, "_broadcast_sigterm_tensor")
         self._stops_on_sigterm = self._has_met = False
+        self._keeps_ranks, size = compares, communicator_of(group).size
+        self._ranks = range(size) if group is None else group.ranks
         if self._compares:
             self._communicator = communicator_of(group)
-            self._counts = [1] * self._communicator.size
-            self._ranks = range(self._communicator.size) if group is None else group.ranks
+            self._counts = [1] * size
             self._own = HostMemory(np.zeros(1, np.int64), "int64")
             self._all = HostMemory(np.zeros(len(self._counts), np.int64), "int64")
             self._replace(loop, "_broadcast_sigterm_tensor", self._begin_batch)
@@ -101,12 +104,32 @@ class SameLoop:
         reach_end()
         if self._trainer.training:  # an evaluation calls it too
             if self._compares:
-                self._meet(_EPOCH_END)
+                self._compare_orders([one >> _DATA for one in self._meet(_EPOCH_END, self._order())])
             self._compute_metrics("on_train_epoch_end")
 
     def _end_evaluation(self, end: Callable[[], None]) -> None:
         end()
+        if self._keeps_ranks and (order := self._order()):
+            self._compare_orders(ring.all_gather_object(order, group=self._group))
         self._compute_metrics("on_test_epoch_end" if self._trainer.testing else "on_validation_epoch_end")
+
+    def _order(self) -> int:
+        """A checksum of what samplers have drawn for all ranks in this epoch, below 2 ** 31; 0 where none chose it."""
+        combined = self._trainer._active_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        samplers = [one for loader in loaders for one in (getattr(loader, "batch_sampler", None), *samplers_of(loader))]
+        found = {id(one): getattr(one, "checksum", 0) for one in samplers}
+        return zlib.crc32(repr(list(found.values())).encode()) >> 1 if any(found.values()) else 0
+
+    def _compare_orders(self, told: list[int]) -> None:
+        others = [rank for rank, one in zip(self._ranks, told, strict=True) if one != told[0]]
+        if others:
+            raise MismatchError(
+                f"the samplers of rank {self._ranks[0]} and {name_ranks(others)} have drawn different samples, or in "
+                "another order, so that ranks have read some twice and others never. torch's global random numbers are "
+                "alike on all ranks by themselves: seed a generator of the sampler's own, and those of random and "
+                "numpy, alike on all ranks. If each rank has its own data, pass Trainer(use_distributed_sampler=False)."
+            )
 
     def _compute_metrics(self, hook: str) -> None:
         late = (*self._trainer.checkpoint_callbacks, *self._trainer.early_stopping_callbacks)  # they run on all ranks

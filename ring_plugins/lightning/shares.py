@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
 from ring_plugins.core.groups import Group
-from ring_plugins.lightning.uneven import kept, without_weight
+from ring_plugins.lightning.uneven import kept, weigh_logs
 from ring_plugins.torch.loaders import samplers_of, with_batches
 
 
@@ -40,19 +40,24 @@ class EveryNth(DistributedSampler[Any]):
         num_replicas, rank: the ranks, and which of them this is.
         seed: of torch's random numbers while it draws.
         pads: whether samples are repeated until all ranks have equally many.
+        may_be_empty: whether a rank for which there is nothing draws nothing.
 
     Attributes:
-        is_empty: whether there is nothing for this rank. It then draws the first sample, which is not to count.
+        is_empty: whether there is nothing for this rank, which then draws the first sample; that is not to count.
     """
 
-    def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0, pads: bool = False) -> None:
+    def __init__(
+        self, sampler: Any, num_replicas: int, rank: int, seed: int = 0, pads: bool = False, may_be_empty: bool = False
+    ) -> None:
         super().__init__(sampler, num_replicas, rank, shuffle=False, seed=seed)
         self.sampler = self  # a loader's `batch_sampler.sampler` is what hears of epochs
-        self._pads, self.checksum = pads, 0  # of what all ranks together read in this epoch
+        self._pads, self._may_be_empty = pads, may_be_empty
+        self.checksum = 0  # of what all ranks together read in this epoch, if a sampler chose it
 
     @property
     def is_empty(self) -> bool:
-        return not self._pads and 0 < len(self.dataset) <= self.rank  # type: ignore[arg-type]
+        is_filled = self._pads or self._may_be_empty
+        return not is_filled and 0 < len(self.dataset) <= self.rank  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -62,8 +67,9 @@ class EveryNth(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed + self.epoch)
-            order = list(self.dataset)  # type: ignore[call-overload]
-        self.checksum = zlib.crc32(repr(order).encode())
+            sampler: Any = self.dataset
+            order = list(sampler)
+        self.checksum = 0 if type(sampler) is SequentialSampler else zlib.crc32(repr(order).encode()) >> 1
         if self.is_empty:
             return iter(order[:1])
         share = order[self.rank :: self.num_replicas]
@@ -102,7 +108,10 @@ class Shares:
     def _prepare_loader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
         if self._divides(dataloader) and mode.value != "predict":
             batches = dataloader.batch_sampler
-            if batches is not None and type(batches) is not BatchSampler and hasattr(batches, "__len__"):
+            if any(hasattr(one, "num_replicas") for one in (batches, *samplers_of(dataloader))):
+                return dataloader  # which divides by itself
+            is_torchs = type(batches) is BatchSampler and batches.sampler is dataloader.sampler
+            if batches is not None and not is_torchs and hasattr(batches, "__len__"):
                 return with_batches(dataloader, self._every_nth(batches, mode))
         return self._prepare(dataloader, shuffle=shuffle, mode=mode)
 
@@ -113,12 +122,14 @@ class Shares:
         keeps = (is_training and shuffles) or (mode is not None and mode.value == "predict")
         if not self._divides(dataloader) or keeps or not hasattr(sampler, "__len__"):
             return self._resolve(dataloader, shuffle=shuffle, mode=mode)
-        return self._every_nth(sampler, mode)
+        return self._every_nth(sampler, mode, getattr(dataloader, "drop_last", False))
 
-    def _every_nth(self, sampler: Any, mode: Any) -> EveryNth:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        pads = world.current().replaces or (mode is not None and mode.value == "train" and not self._strategy._joins)
-        return EveryNth(sampler, **self._strategy.distributed_sampler_kwargs, seed=seed, pads=pads)
+    def _every_nth(self, sampler: Any, mode: Any, drops: bool = False) -> EveryNth:
+        seed, is_training = int(os.environ.get("PL_GLOBAL_SEED", "0")), mode is not None and mode.value == "train"
+        # A rank whose only batch of an evaluation was dropped would have none to run again.
+        pads = world.current().replaces or (not self._strategy._joins if is_training else drops)
+        ranks = self._strategy.distributed_sampler_kwargs
+        return EveryNth(sampler, **ranks, seed=seed, pads=pads, may_be_empty=is_training)
 
 
 class EvenEvaluation:
@@ -130,11 +141,14 @@ class EvenEvaluation:
         group: the ranks that evaluate together, all by default.
 
     Attributes:
-        repeats: whether this rank runs a batch again.
+        ran_out: whether this rank runs a batch again.
+        weight: the factor of what a step logs, in the mean over ranks.
+        is_logging: whether a value that is being reduced is a batch's.
     """
 
     def __init__(self, loop: Any, module: torch.nn.Module, group: Group | None = None) -> None:
-        self._loop, self._module, self._group, self.repeats = loop, module, group, False
+        self._loop, self._module, self._group = loop, module, group
+        self.ran_out, self.weight, self.is_logging = False, 1.0, False
         self._setup_data, self._reset = loop.setup_data, loop.reset
         self._by_rank, self._own = list[Sequence[float]](), list[float]()
         loop.setup_data, loop.reset = self._set_up_data, self._reset_loop
@@ -152,32 +166,36 @@ class EvenEvaluation:
         if loaders is not before and loaders is not None:
             pairs = zip(loaders.flattened, self._loop._max_batches, strict=True)
             self._own = [0 if _is_empty(loader) else most for loader, most in pairs]
+            if not self._loop._is_sequential:  # an item has a batch of each loader
+                self._own = [min(self._own) if loaders._mode == "min_size" else max(self._own)]
             self._by_rank = ring.all_gather_object(self._own, group=self._group)
 
     def _reset_loop(self) -> None:
         self._reset()
-        self.repeats, fetcher = False, self._loop._data_fetcher
+        self.ran_out, fetcher = False, self._loop._data_fetcher
         trainer, sizes = self._loop.trainer, list(zip(*self._by_rank, strict=True))
         limit = trainer.num_sanity_val_steps if trainer.sanity_checking else float("inf")
         longest = [min(max(counts), limit) for counts in sizes]
         own = [min(count, limit) for count in self._own]
         differ = any(len(set(counts)) > 1 for counts in sizes)
         takes_iterator = type(fetcher).__name__.startswith("_DataLoaderIter")
-        if differ and self._loop._is_sequential and not takes_iterator and max(longest) < float("inf"):
+        if differ and not takes_iterator and max(longest) < float("inf"):
+            self._sizes = sizes
             self._loop._data_fetcher = _Even(fetcher, own, longest, self._begin)
 
-    def _begin(self, repeats: bool) -> None:
-        """Note whether the batch that begins is repeated."""
+    def _begin(self, repeats: bool, loader: int = 0, number: int = -1) -> None:
+        """Note whether the batch of this number of a loader is repeated; without a number, there is none any more."""
         results = self._loop._results
         vars(results).pop("update_metrics", None)
-        self.repeats = repeats
-        if repeats:
-            results.update_metrics = without_weight(results, results.update_metrics)
+        counting = sum(count > number for count in self._sizes[loader])
+        self.ran_out, self.weight = repeats, 0.0 if repeats else len(self._sizes[loader]) / counting
+        if self.weight != 1:
+            weigh_logs(results, self)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step of the script's; one that does not count leaves metrics and buffers as they were."""
-        if not self.repeats:
+        if not self.ran_out:
             yield
             return
         with kept(self._module):
@@ -190,18 +208,18 @@ class _Even:
     Args:
         fetcher: Lightning's.
         own, longest: by loader, how many batches of this rank count, and how many the rank has that has most.
-        begin: is told before each batch whether it is repeated.
+        begin: is told before each batch whether it is repeated, its loader and its number; behind the last one, False.
     """
 
     def __init__(
-        self, fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[[bool], None]
+        self, fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[..., None]
     ) -> None:
         vars(self).update(_fetcher=fetcher, _items=self._with_repeated(fetcher, own, longest, begin))
         vars(self).update(_left=sum(longest), done=False)
 
     @staticmethod
     def _with_repeated(
-        fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[[bool], None]
+        fetcher: Any, own: Sequence[float], longest: Sequence[float], begin: Callable[..., None]
     ) -> Iterator[Any]:
         items = itertools.chain(_until_done(fetcher), [(None, 0, len(own))])
         loader = count = 0
@@ -209,7 +227,7 @@ class _Even:
         for item in items:
             while loader < item[2]:  # the fetcher has come to the next one
                 if spare is not None and count < longest[loader]:
-                    begin(True)
+                    begin(True, loader, count)
                     yield copy.deepcopy(spare), count, loader
                     count += 1
                 else:
@@ -217,9 +235,10 @@ class _Even:
             if loader < len(own) and own[loader] <= count + 1 and own[loader] < longest[loader]:
                 spare = copy.deepcopy(item[0])
             if loader < len(own) and own[loader]:
-                begin(False)
+                begin(False, loader, count)
                 yield item
                 count += 1
+        begin(False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_fetcher"], name)

@@ -170,12 +170,13 @@ class RingTrainerLogic(RingParallelLogic):
     @property
     def ran_out(self) -> bool:
         """Whether this rank has run out of batches in this epoch and repeats its last one, which does not count."""
-        return self._uneven is not None and self._uneven.ran_out
+        return any(one.ran_out for one in (self._uneven, self._evaluation) if one is not None)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._uneven is not None and self._uneven.is_logging and reduce_op in ("mean", "avg", None):
-            tensor = tensor * self._uneven.weight
+        for one in (self._uneven, self._evaluation):
+            if one is not None and one.is_logging and reduce_op in ("mean", "avg", None):
+                tensor = tensor * one.weight
         return super().reduce(tensor, group, reduce_op)
 
     @property
@@ -299,8 +300,8 @@ class RingTrainerLogic(RingParallelLogic):
         if self._shared_step is None:
             return super().backward(closure_loss, *args, **kwargs)  # type: ignore[no-any-return]
         backward = super().backward
-        if self._uneven is not None and self._uneven.weight != 1:
-            closure_loss = closure_loss * self._uneven.weight
+        if self._uneven is not None:
+            closure_loss = self._uneven.weighed(closure_loss)
         loss: Tensor | None = self._shared_step.attempt(lambda: backward(closure_loss, *args, **kwargs))
         return closure_loss.detach() if loss is None else loss
 

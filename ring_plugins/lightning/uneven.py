@@ -9,10 +9,11 @@ collective finds its partners, and Lightning counts the same steps on all ranks.
 each other where they are anyway (`same_loop`); there they also tell who has a batch, who has another one behind it, and
 of how many samples.
 
-**Weights.** If all loaders are DataLoaders with a `batch_size`, the step's gradients weigh all samples alike: a rank's
-loss, the mean over its batch, is multiplied by its batch's share of the samples, times the number of ranks. With other
-loaders nobody knows how many samples a batch has, and ranks that have a batch weigh alike. Where all batches are equal,
-nothing is multiplied.
+**Weights.** With a DataLoader that has a `batch_size`, the step's gradients weigh all samples alike: a rank's loss, the
+mean over its batch, is multiplied by its batch's share of the samples, times the number of ranks. How many samples a
+batch has follows from the loader's length: a tensor's first dimension may be another one, such as time. Only where
+there is no length, tensors are looked at. With other loaders nobody knows, and ranks that have a batch weigh alike.
+Where all batches are equal, nothing is multiplied.
 
 `torch.distributed.algorithms.Join` follows the collectives of its own classes instead, and so rejects synchronized
 batch norm and whatever it does not know.
@@ -23,15 +24,18 @@ Lightning 2.6.6 has no hook for this: methods of its loops are replaced in the T
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import ring_plugins.core.functions as ring
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.torch.sync_batch_norm import uncounted
 
@@ -93,6 +97,8 @@ class UnevenData:
         self._strategy, self._trainer, self._same_loop = strategy, trainer, loop
         self.weight, self.ran_out, self.is_logging = 1.0, False, False
         self._full = 0  # samples of a full batch, if they are known
+        self._drawn: int | None = None  # samples of an epoch, if they are known
+        self._differ, self._backwards = False, 0  # whether weights of ranks do, and the step's calls of `weighed`
         self._spare: Any = None  # a batch to run again
         self._results: Any = None
         self._setup_data, self._run = trainer.fit_loop.setup_data, trainer.fit_loop.epoch_loop.run
@@ -114,8 +120,13 @@ class UnevenData:
         before, module = loop._combined_loader, trainer.lightning_module
         allowed = module.allow_zero_length_dataloader_with_multiple_devices
         module.allow_zero_length_dataloader_with_multiple_devices = True
+        too_short: ValueError | None = None
         try:
             self._setup_data()
+        except ValueError as error:  # of an interval that is longer than this rank's epoch, when all else is done
+            if not _is_interval_too_long(trainer, loop.max_batches):
+                raise
+            too_short = error
         finally:
             module.allow_zero_length_dataloader_with_multiple_devices = allowed
         if loop._combined_loader is before or loop._combined_loader is None:
@@ -123,11 +134,18 @@ class UnevenData:
         loaders = loop._combined_loader.flattened
         sizes = [getattr(loader, "batch_size", None) for loader in loaders if isinstance(loader, DataLoader)]
         self._full = (sizes[0] or 0) if len(sizes) == len(loaders) == 1 else 0
+        # One that goes on in the middle of an epoch counts its batches from there.
+        has_length = self._full and loaders[0].batch_sampler is not None and not hasattr(loaders[0], "state_dict")
+        self._drawn = len(loaders[0].sampler) if has_length and hasattr(loaders[0].sampler, "__len__") else None
         by_rank = ring.all_gather_object(loop.max_batches, group=self._strategy.group)
         longest = max(by_rank)
+        if too_short is not None and _is_interval_too_long(trainer, longest):
+            raise too_short
         if min(by_rank) == longest:
             return
         loop.max_batches, loop._last_train_dl_reload_epoch = longest, trainer.current_epoch
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_batch = trainer.val_check_interval
         if isinstance(trainer.val_check_interval, float) and longest < float("inf"):
             trainer.val_check_batch = max(1, int(longest * trainer.val_check_interval))
         elif isinstance(trainer.val_check_interval, float):
@@ -149,7 +167,7 @@ class UnevenData:
         except StopIteration:
             item = None
         has_batch = item is not None
-        samples = self._samples_of(item[0]) if has_batch else 0
+        samples = self._samples_of(*item[:2]) if has_batch else 0
         own = Told(has_batch, not has_batch or fetcher.done, not has_batch and self._spare is None, samples)
         told = [Told.unpacked(one) for one in self._same_loop.begin_batch(own.packed())]
         if not any(one.has_batch for one in told):
@@ -162,36 +180,50 @@ class UnevenData:
         if has_batch and own.is_last and not is_last:
             self._spare = copy.deepcopy(item[0])  # as it is before the script changes it
         self.ran_out = not has_batch
-        self.weight = weights_of(told)[self._strategy.global_rank] if len(told) > 1 else 1.0
+        weights = weights_of(told)
+        self.weight = weights[self._strategy.global_rank] if len(told) > 1 else 1.0
+        self._differ = weights != [1.0] * len(told)
         self._follow_logs(self.ran_out or self.weight != 1.0)
         if item is None:
             item = copy.deepcopy(self._spare), 0, 0
         return item, is_last
 
-    def _samples_of(self, batch: Any) -> int:
-        """The length of the first tensor, as Lightning takes it; 0 if that is no length of a batch."""
-        if not self._full:
-            return 0
-        while not isinstance(batch, Tensor):
-            if isinstance(batch, Mapping):
-                batch = next(iter(batch.values()), None)
-            elif isinstance(batch, (list, tuple)) and batch:
-                batch = batch[0]
-            else:
-                return 0
-        return len(batch) if batch.dim() and len(batch) <= self._full else 0
+    def _samples_of(self, batch: Any, number: int) -> int:
+        """How many samples the batch of this number in its epoch has; 0 if that is not known."""
+        if self._drawn is not None:
+            return max(0, min(self._full, self._drawn - number * self._full))
+        tensors = [one for one in tree_leaves(batch) if isinstance(one, Tensor)] if self._full else []
+        lengths = {len(one) if one.dim() else 0 for one in tensors}
+        length = lengths.pop() if len(lengths) == 1 else 0
+        return length if length <= self._full else 0
 
     # What does not count ------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The script's `training_step`; one that does not count leaves metrics and buffers as they were."""
-        if not self.ran_out:
+        """The script's `training_step`; one that does not count leaves metrics, buffers and attributes as they were.
+
+        Raises:
+            ArgumentError: on all ranks, the script has called backward itself where losses have weights.
+        """
+        averager, self._backwards = self._strategy._averager, 0
+        passes = averager.steps
+        with ExitStack() as stack:
+            if self.ran_out:
+                stack.enter_context(uncounted())
+                stack.enter_context(kept(self._trainer.lightning_module))
             yield
-            return
-        module = self._trainer.lightning_module
-        with uncounted(), kept(module):
-            yield
+        if self._differ and averager.steps - passes > self._backwards:
+            raise ArgumentError(
+                "the ranks' batches have different sizes, or some have none, so their losses need weights, but "
+                "training_step calls loss.backward(). Call self.manual_backward(loss), or give all ranks equally many "
+                "batches of equal size."
+            )
+
+    def weighed(self, loss: Tensor) -> Tensor:
+        """The loss of which the gradients are computed, for this rank's."""
+        self._backwards += 1
+        return loss if self.weight == 1 else loss * self.weight
 
     def _follow_logs(self, follows: bool) -> None:
         """Let what a batch logs weigh as its loss does, from now on or no longer."""
@@ -199,24 +231,14 @@ class UnevenData:
             vars(self._results).pop("update_metrics", None)
             self._results = None
         if follows:
-            self._results = results = self._trainer.fit_loop.epoch_loop._results
-            results.update_metrics = self._logging(results, results.update_metrics)
+            self._results = self._trainer.fit_loop.epoch_loop._results
+            weigh_logs(self._results, self)
 
-    def _logging(self, results: Any, update: Callable[[str, Any, int], None]) -> Callable[[str, Any, int], None]:
-        def log(key: str, value: Any, batch_size: int) -> None:
-            metric = results[key]
-            if not metric.is_tensor or "epoch" in metric.meta.fx:
-                update(key, value, batch_size)
-                return
-            if self.ran_out:
-                value, batch_size = _neutral(metric.meta, value), 0
-            self.is_logging = True
-            try:
-                update(key, value, batch_size)
-            finally:
-                self.is_logging = False
 
-        return log
+def _is_interval_too_long(trainer: Any, batches: float) -> bool:
+    """Whether Lightning rejects an epoch of so many batches; pytorch/loops/fit_loop.py:293."""
+    interval, is_within_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
+    return isinstance(interval, int) and interval > batches and is_within_epochs and trainer.limit_val_batches > 0
 
 
 def _neutral(meta: Any, value: Tensor) -> Tensor:
@@ -225,16 +247,29 @@ def _neutral(meta: Any, value: Tensor) -> Tensor:
     return torch.full_like(value if value.is_floating_point() else value.float(), neutral)
 
 
-def without_weight(results: Any, update: Callable[[str, Any, int], None]) -> Callable[[str, Any, int], None]:
-    """The method of Lightning's results that takes what a batch logs, for a batch that does not count."""
+def weigh_logs(results: Any, by: Any) -> None:
+    """Let what a batch logs weigh as the batch does, until `update_metrics` is taken from the results' own attributes.
+
+    Args:
+        results: Lightning's.
+        by: has `ran_out`, whether this rank's batch does not count, and gets `is_logging` while values are reduced.
+    """
+    update = results.update_metrics
 
     def log(key: str, value: Any, batch_size: int) -> None:
         metric = results[key]
-        if metric.is_tensor and "epoch" not in metric.meta.fx:
+        if not metric.is_tensor or "epoch" in metric.meta.fx:
+            update(key, value, batch_size)
+            return
+        if by.ran_out:
             value, batch_size = _neutral(metric.meta, value), 0
-        update(key, value, batch_size)
+        by.is_logging = True
+        try:
+            update(key, value, batch_size)
+        finally:
+            by.is_logging = False
 
-    return log
+    results.update_metrics = log
 
 
 class _Fetcher:
@@ -260,21 +295,57 @@ class _Fetcher:
 
 @contextmanager
 def kept(module: nn.Module) -> Iterator[None]:
-    """Put back the metrics and buffers of a module as they are now; but not statistics that all ranks compute."""
-    states, buffers = list[Any](), list[Any]()
+    """Put back the metrics, buffers and plain attributes of a module; but not statistics that all ranks compute.
+
+    No tensor is overwritten, since backward may need what the forward has seen.
+    """
+    metrics, buffers, attributes, known = list[Any](), list[Any](), list[Any](), dict[int, Callable[[], Any]]()
     one: Any
     for one in module.modules():
         if hasattr(one, "_copy_state_dict"):  # of torchmetrics
-            states.append((one, one._copy_state_dict(), one._update_count))
-        elif "SyncBatchNorm" not in type(one).__name__ and "forward" not in vars(one):
-            buffers += [(one, name, own, own.clone()) for name, own in one._buffers.items() if own is not None]
+            metrics.append((one, one._copy_state_dict(), one._update_count))
+            continue
+        if "SyncBatchNorm" not in type(one).__name__ and "forward" not in vars(one):
+            named = [(name, own) for name, own in one._buffers.items() if own is not None]
+            buffers += [(one._buffers, name, known.setdefault(id(own), _as_it_is(own))) for name, own in named]
+        attributes += [(vars(one), name, _as_it_is(own)) for name, own in vars(one).items() if name not in _OF_TORCH]
     try:
         yield
     finally:
-        for metric, state, count in states:
+        for metric, state, count in metrics:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner._buffers[name] = buffer.copy_(value)
+        for owner, name, before in (*buffers, *attributes):
+            owner[name] = before()
+
+
+#: Attributes of every module, which have nothing of a script.
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CHANGEABLE = (Tensor, dict, list, deque, set)
+
+
+def _as_it_is(value: Any, depth: int = 4) -> Callable[[], Any]:
+    """What returns a value as it is now: a container is the same object, with its contents of now."""
+    if isinstance(value, Tensor) and not value.requires_grad:
+        with torch.inference_mode(False), torch.no_grad():
+            clone = value.clone()
+        return lambda: value if torch.equal(value, clone) else clone
+    if not isinstance(value, (dict, list, deque, set)) or not depth:
+        return lambda: value
+    now: Any = dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+    inner: dict[Any, Callable[[], Any]] = {}
+    if isinstance(value, dict):
+        inner = {key: _as_it_is(one, depth - 1) for key, one in value.items() if isinstance(one, _CHANGEABLE)}
+    elif not isinstance(value, set):  # tensors in lists are outputs of steps, which nobody changes
+        changeable = [(i, one) for i, one in enumerate(value) if isinstance(one, _CHANGEABLE[1:])]
+        inner = {i: _as_it_is(one, depth - 1) for i, one in changeable}
+
+    def before() -> Any:
+        for key, one in inner.items():
+            now[key] = one()
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(now)
+        return value
+
+    return before

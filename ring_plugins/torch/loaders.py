@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
@@ -95,8 +96,10 @@ def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[
 
 
 def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
-    """A loader of the same class that draws its batches by a batch sampler."""
-    return _like(loader, batch_sampler=batches, persistent_workers=loader.persistent_workers)
+    """A loader of the same class, whatever its arguments are, that draws its batches by another batch sampler."""
+    fresh = copy.copy(loader)
+    vars(fresh).update(batch_sampler=batches, _iterator=None)
+    return fresh
 
 
 def from_batch(loader: DataLoader[Any], skipped: int) -> DataLoader[Any] | None:

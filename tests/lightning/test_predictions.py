@@ -43,6 +43,10 @@ class Model(LightningModule):
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return {"double": 2 * batch, "name": [f"sample {int(one)}" for one in batch]}
 
+class Boxes(Model):
+    def predict_step(self, batch, batch_idx):
+        return [torch.full((int(one) % 3, 2), int(one)) for one in batch]  # so many boxes in each image
+
 trainer = Trainer(
     strategy=RingStrategy(gather_predictions=True), devices=ring.size(), accelerator="cpu", logger=False,
     enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
@@ -51,6 +55,8 @@ for count in (4, 7):
     loaders = [DataLoader(range(count), 2), DataLoader(range(count), 3, sampler=list(reversed(range(count))))]
     first, second = trainer.predict(Model(), loaders)
     report(f"{count}", [[batch["double"].tolist() for batch in some] for some in (first, second)])
+    boxes = trainer.predict(Boxes(), DataLoader(range(count), 2))
+    report(f"boxes {count}", [one.tolist() for batch in boxes for one in batch])
     report(f"names {count}", [name for batch in second for name in batch["name"]])
 """
 
@@ -65,3 +71,4 @@ def test_predict_returns_the_predictions_of_all_ranks_in_order(count):
         second = [backward[i : i + 3] for i in range(0, samples, 3)]
         assert result.values(f"{samples}") == [[first, second]] * count
         assert result.values(f"names {samples}") == [[f"sample {i}" for i in reversed(range(samples))]] * count
+        assert result.values(f"boxes {samples}") == [[[[i, i]] * (i % 3) for i in range(samples)]] * count

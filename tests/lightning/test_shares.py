@@ -22,6 +22,10 @@ def test_rank_r_of_n_draws_every_nth_of_what_the_sampler_draws(order, size):
             assert list(share) == order[:1]
 
 
+def test_in_training_a_rank_without_samples_draws_none_and_gets_a_batch_that_does_not_count():
+    assert [list(EveryNth([3, 4], 3, rank, may_be_empty=True)) for rank in range(3)] == [[3], [4], []]
+
+
 def test_with_padding_all_ranks_have_equally_many():
     shares = [list(EveryNth([7, 8, 9, 10], 3, rank, pads=True)) for rank in range(3)]
     assert shares == [[7, 10], [8, 8], [9, 9]]
@@ -60,7 +64,7 @@ def test_batches_of_a_batch_sampler_are_divided_whole_and_hear_of_epochs():
 def test_a_rank_with_fewer_batches_repeats_its_last_one(own, longest, expected):
     repeated = []
     items = iter([("a0", 0, 0), ("a1", 1, 0), ("b0", 0, 1)])
-    fetcher = _Even(items, own, longest, repeated.append)
+    fetcher = _Even(items, own, longest, lambda repeats, *_: repeated.append(repeats))
     found = []
     while True:
         try:
@@ -156,3 +160,123 @@ def test_trainers_count_every_sample_once_and_keep_the_order(count):
     assert result.values("sampler") == [order[rank::count] for rank in range(count)]
     batches = [[5, 3], [1], [0, 2, 4], [6]]
     assert result.values("batch sampler") == [list(itertools.chain(*batches[rank::count])) for rank in range(count)]
+
+
+TOGETHER = """
+import os
+import random
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+ranks = int(os.environ["TEST_RANKS"])
+ring.init(ranks=ranks)
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(1, 1).double()
+        self.outputs, self.by_loader, self.count, self.total = [], {"a": []}, 0, torch.zeros(1, dtype=torch.float64)
+        self.ran_out, self.steps, self.trained = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.trained += batch.int().flatten().tolist()
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.trainer.strategy.reduce(torch.ones(1))
+        if isinstance(batch, dict):
+            return
+        self.outputs.append(batch.sum())
+        self.by_loader["a"] += batch.flatten().tolist()
+        self.count += len(batch)
+        self.total += batch.sum()
+        self.log("one", 1.0, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_validation_batch_end(self, *_):
+        self.ran_out.append(self.trainer.strategy.ran_out)
+        self.steps.append(float(self.trainer.callback_metrics.get("one_step", 1.0)))
+
+    def on_validation_epoch_end(self):
+        self.ran_out.append(self.trainer.strategy.ran_out)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def data(count):
+    return [torch.tensor([float(i)], dtype=torch.float64) for i in range(count)]
+
+def trainer(**options):
+    return Trainer(
+        strategy=RingStrategy(), devices=ranks, accelerator="cpu", logger=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_checkpointing=False, num_sanity_val_steps=0, max_epochs=1, **options,
+    )
+
+model = Model()
+trainer().validate(model, DataLoader(data(5), 2), verbose=False)
+rank = ring.rank()
+own = [float(i) for i in range(rank, 5, ranks)]
+report("collected", [sum(model.outputs) == sum(own), model.by_loader["a"] == own, model.count == len(own),
+                     model.total.item() == sum(own), model.steps == [1.0, 1.0]])
+report("ran out", model.ran_out)
+together = CombinedLoader({"a": DataLoader(data(5), 2), "b": DataLoader(data(3), 2)}, "max_size_cycle")
+trainer().validate(Model(), together, verbose=False)
+trainer().validate(Model(), DataLoader(data(5), 3, drop_last=True), verbose=False)
+
+class Own(BatchSampler):
+    pass
+
+class Loader(DataLoader):
+    def __init__(self, dataset, extra, **options):
+        super().__init__(dataset, **options)
+        self.extra = extra
+
+mine = DistributedSampler(range(8), ranks, rank, shuffle=False)
+for name, loader in {
+    "divides itself": DataLoader(data(8), batch_sampler=Own(mine, 2, False)),
+    "torch's": DataLoader(data(8), batch_sampler=BatchSampler(mine, 2, False)),
+    "order": DataLoader(data(8), batch_sampler=BatchSampler(list(range(7, -1, -1)), 2, False)),
+    "other arguments": Loader(data(8), 3, batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7]]),
+}.items():
+    model = Model()
+    trainer().fit(model, loader)
+    report(name, model.trained)
+model = Model()
+trainer().fit(model, DataLoader(data(1), 2))  # fewer samples than ranks
+reference = Model()
+reference.layer(data(1)[0]).mean().backward()
+expected = [(one - 0.1 * one.grad).item() for one in reference.layer.parameters()]
+report("few", [one.item() for one in model.layer.parameters()] == expected)
+
+class Shuffled(list):
+    def __iter__(self):
+        random.Random(rank).shuffle(self)
+        return super().__iter__()
+
+for kind in ("fit", "validate"):
+    try:
+        getattr(trainer(), kind)(Model(), DataLoader(data(32), 2, sampler=Shuffled(range(32))))
+    except ring.MismatchError as error:
+        report(kind, str(error))
+"""
+
+
+@pytest.mark.slow
+def test_what_ranks_read_together_is_right_or_told():
+    result = run_ranks(TOGETHER, 2, timeout=240)
+    assert result.values("collected") == [[True] * 5] * 2
+    assert result.values("ran out") == [[False, False, False], [False, True, False]]
+    for name in ("divides itself", "torch's"):
+        assert result.values(name) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert result.values("order") == [[7, 6, 3, 2], [5, 4, 1, 0]]
+    assert result.values("other arguments") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert result.values("few") == [True, True]
+    for kind in ("fit", "validate"):
+        for text in result.values(kind):
+            assert "rank 0 and rank 1 have drawn different samples" in text
+            assert "seed a generator" in text
