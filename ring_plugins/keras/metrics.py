@@ -53,7 +53,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         averaged: names of other metrics whose results should be averaged.
-        group: the ranks whose data counts, by default those of the `BroadcastCallback` in the same `fit`, or all.
+        group: the ranks whose data counts, by default those with which the model trains or has last been trained by a
+            `fit` with a callback of ring_plugins, or all.
 
     All ranks must call `fit` and `evaluate`.
 

@@ -107,16 +107,27 @@ def _any_has(callbacks: Any, attribute: str) -> bool:
 
 
 def group_of(callback: Any) -> Group | None:
-    """The group of a callback: that it was given, or that of the `BroadcastCallback` in its list.
+    """The group of a callback: that it was given, or that in which its model trains or has last been trained.
 
     Raises:
         ArgumentError: this rank is not in it.
     """
-    callbacks = enclosing_list(callback)
-    others = [] if callbacks is None or callback.group is not None else callbacks.callbacks
-    found: Group | None = next((one.group for one in others if getattr(one, "trains_group", False)), callback.group)
+    callbacks, model = enclosing_list(callback), callback._model  # on JAX, `model` would synchronize it
+    found: Group | None = callback.group
+    if found is None:
+        others = [] if callbacks is None else callbacks.callbacks
+        averagings = [vars(optimizer).get(AVERAGING) for optimizer in optimizers_of(model)]
+        groups = [one.group for one in others if getattr(one, "trains_group", False)]
+        groups += [one.settings.group for one in averagings if one is not None]
+        found = groups[0] if groups else _trained_in.get(model)
+        if groups:
+            _trained_in[model] = found
     members(found)
     return found
+
+
+#: The groups of models that callbacks have seen in training, by default of their evaluation.
+_trained_in: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
 
 
 def expect_broadcast(callback: Any) -> None:
@@ -129,7 +140,7 @@ def expect_broadcast(callback: Any) -> None:
         announce_training()
         callbacks = enclosing_list(callback)
         if callbacks is not None and not _any_has(callbacks, "compares_weights"):
-            _append(callbacks, _FirstStepCheck(callback.group), callback.model)
+            _append(callbacks, _FirstStepCheck(group_of(callback)), callback.model)
 
 
 class _FirstStepCheck(keras.callbacks.Callback):

@@ -75,7 +75,9 @@ def trained(ranks, which, shard_optimizer=False):
         for key in ("mae", "val_loss", "val_mae")
     ]
     evaluated = model.evaluate(data, verbose=0, callbacks=[MetricAverageCallback(group=group)])
+    by_default = model.evaluate(data, verbose=0, callbacks=[MetricAverageCallback()])
     return {
+        "evaluated alike": by_default == evaluated,
         "equal": all(np.array_equal(own, other) for other in ring.all_gather_object(own, group=group)),
         "error": float(np.abs(own - weights_of(alone)).max()),
         "metrics": max(*metrics, abs(evaluated[1] - seen.history["val_mae"][-1])),
@@ -127,7 +129,7 @@ def test_groups_train_at_once_as_one_process_each(backend):
     run = run_ranks(SCRIPT, 4, env={"KERAS_BACKEND": backend, **QUIET, **QUICK}, timeout=300)
     for groups in ("[[0, 2], [1, 3]]", "[[0, 1], [3, 2]]"):
         for found in run.values(groups):
-            assert found["equal"] and found["steps"] == 4
+            assert found["equal"] and found["evaluated alike"] and found["steps"] == 4
             assert found["error"] < 1e-5 and found["metrics"] < 1e-5
             assert "is not in the group of ranks" in found["says"]
     for refusals in run.values("refusals"):
