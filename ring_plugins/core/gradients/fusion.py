@@ -241,7 +241,8 @@ def _difference(plans: Sequence[tuple[tuple[Entry, ...], BucketSizes]], ranks: S
             ranks_of.setdefault(text, []).append(rank)
         if len(ranks_of) > 1:
             parts = "; ".join(f"{name_ranks(some)}: {text}" for text, some in ranks_of.items())
-            return f"the models differ. First at parameter {i}: {parts}. Build the same model on all ranks."
+            rounded = ", with the same compression and error_feedback" if "sent as" in parts else ""
+            return f"the models differ. First at parameter {i}: {parts}. Build the same model on all ranks{rounded}."
     sizes = {rank: tuple(sizes) for rank, (_, sizes) in zip(ranks, plans, strict=True)}
     return f"bucket sizes {BucketSizes._fields} differ by rank: {sizes}. Pass the same on all ranks."
 

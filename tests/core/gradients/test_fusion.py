@@ -52,6 +52,11 @@ def test_the_first_difference_is_named_with_its_ranks():
     same, other = plan(1, 2).entries, plan(1, 3).entries
     said = _difference([(same, SIZES), (same, SIZES), (other, SIZES)], (0, 1, 2))
     assert "parameter 1: ranks 0, 1: p1 (2 x float32); rank 2: p1 (3 x float32)" in said
+    assert said.endswith("Build the same model on all ranks.")
+    rounded = [Entry("p0", "float32", 1, "shape (1,), sent as int8")]
+    assert "model on all ranks, with the same compression and error_feedback." in _difference(
+        [(same, SIZES), (rounded, SIZES)], (0, 1)
+    )
     assert "no such parameter" in _difference([(same, SIZES), (same[:1], SIZES)], (0, 1))
     assert "direct_bytes" in _difference([(same, SIZES), (same, BucketSizes(direct_bytes=7))], (0, 1))
     assert "1: (26214400, 1048576, 7)" in _difference([(same, SIZES), (same, BucketSizes(direct_bytes=7))], (0, 1))
