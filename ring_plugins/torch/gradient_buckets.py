@@ -76,10 +76,11 @@ _gradient_of, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_
 _version_of = operator.attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
-#: those with other averagers, of those that want ranks to leave or join, and of those that have run out of data; and
-#: what the ranks' mean weight lacks to 1. The options of the optimizers follow.
-_FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _LACKS = range(6)
-_OPTIONS = 6
+#: those with other averagers, of those that want ranks to leave or join, of those that have run out of data, and of
+#: those whose weight is not 1; and these ranks' weights, not what they lack to 1, which 16 bits cannot tell from 1 where
+#: a weight is small. The options of the optimizers follow.
+_FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _PARTS, _WEIGHTS = range(7)
+_OPTIONS = 7
 _CONTROL = _OPTIONS + COUNT
 #: The shares where no rank tells anything.
 _NOTHING_TOLD = (0.0,) * _CONTROL
@@ -492,7 +493,8 @@ class GradientBuckets:
             for number, value in zip((_FAILED, _SPARSE, _OTHERS, _CHANGE), told, strict=True):
                 self._control[number] = value
             self._control[_ENDED] = self._checks.has_ended
-            self._control[_LACKS] = 1 - self._checks.weight
+            if (weight := self._checks.weight) != 1:
+                self._control[_PARTS], self._control[_WEIGHTS] = 1, weight
             if self._checks.has_ended:
                 self._control[_OPTIONS:] = 0  # neither a bit nor its inverse, so it differs from nobody
 
@@ -546,7 +548,8 @@ class GradientBuckets:
         if told is _NOTHING_TOLD and not self._sparse and not self._absent:
             self._checks.note_compared()
             return _ORDINARY
-        failed, any_sparse, has_others, members_change, ended, _, *options = told
+        failed, any_sparse, has_others, members_change, ended, *_ = told
+        options = told[_OPTIONS:]
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -560,7 +563,7 @@ class GradientBuckets:
             found, self._found_sparse = sorted(set().union(*by_rank)), set()
         self._assign_absent(found)
         sparse = [self.parameters[i] for i in found]
-        if self._control[_LACKS]:
+        if self._control[_PARTS]:
             self._weigh()
         self._checks.note_compared()
         return Outcome(0.0, sparse, has_others > 0, differ(options), members_change > 0, ended)
@@ -568,12 +571,11 @@ class GradientBuckets:
     @torch.no_grad()
     def _weigh(self) -> None:
         """Turn averages over all ranks into those over the ranks, or samples, that came."""
-        lacks = float(self._control[_LACKS].real)  # no count of ranks, so `_shares` does not know the least
-        if not lacks:
+        parts, weights = self._control[_PARTS : _WEIGHTS + 1].real.tolist()
+        if not parts:
             return
-        came = self._communicator.size * (1 - (lacks if self._scale == 1.0 else lacks / self._communicator.size))
-        if abs(came - round(came)) <= torch.finfo(self._control.dtype).eps * self._communicator.size:
-            came = round(came)  # whole ranks
+        ranks = self._communicator.size if self._scale == 1.0 else 1  # by which these were divided
+        came = self._communicator.size - round(parts * ranks) + weights * ranks
         if came < 1e-5:  # none
             return
         gradients = [g for p in {*self.parameters, *self._sparse} if (g := p.grad) is not None]
@@ -630,7 +632,8 @@ class GradientBuckets:
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse, _, _, _, _, *options = self._shares(self._late_control)
+        shares = self._shares(self._late_control)
+        failed, sparse, options = shares[_FAILED], shares[_SPARSE], shares[_OPTIONS:]
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:

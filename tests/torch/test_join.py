@@ -77,6 +77,23 @@ def test_averages_weigh_samples(monkeypatch):
     assert on_mortal_ranks(monkeypatch, 2, run) == [pytest.approx((32 * 1 + 8 * 5) / 40, rel=1e-12)] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_few_samples_of_one_rank_weigh_no_less_in_16_bits(monkeypatch, dtype):
+    def run(rank):
+        parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+        checks = TorchChecks(Claim(""))
+        buckets = GradientBuckets(
+            [("w", parameter)], rank.communicator("gradients"), BucketSizes(), None, set(), True, checks=checks
+        )
+        checks.weight, checks.has_ended = (0.0, True) if rank.rank else (3 / 1024, False)
+        if not rank.rank:
+            parameter.grad = torch.full((1,), 5 * checks.weight, dtype=dtype)
+        buckets.finish()
+        return parameter.grad.item()
+
+    assert on_mortal_ranks(monkeypatch, 3, run) == [pytest.approx(5, rel=0.01)] * 3
+
+
 @pytest.mark.parametrize(("parts", "text"), [((), "needs what averages"), ((3,), "was given a int")])
 def test_other_parts_are_rejected(monkeypatch, parts, text):
     communicator = SimpleNamespace(size=1, reject=lambda operation, error: None)
