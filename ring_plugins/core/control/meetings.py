@@ -16,8 +16,10 @@ from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import REASON, Wait
 
-#: The members, and how many meetings of exactly these have been before.
-_Key = tuple[tuple[int, ...], int]
+#: For what they meet, and the members. Threads of a rank may meet the same members for different things in any order.
+_Purpose = tuple[str, tuple[int, ...]]
+#: And how many meetings of these for that have been before.
+_Key = tuple[str, tuple[int, ...], int]
 
 
 class Meetings:
@@ -30,7 +32,7 @@ class Meetings:
 
     def __init__(self, channel: Channel, failure_detector: FailureDetector) -> None:
         self._channel, self._failure_detector = channel, failure_detector
-        self._before = Counter[tuple[int, ...]]()
+        self._before = Counter[_Purpose]()
         self._arrived: dict[_Key, dict[int, Any]] = {}  # on rank 0: the items of those that have come
         self._over: dict[_Key, list[Any]] = {}
         channel.on("meets", self._note_arrival, at_once=True)
@@ -40,16 +42,16 @@ class Meetings:
         """The items of some ranks, in the order of `ranks`; these call it, and nobody else needs to.
 
         Args:
-            name: for what they meet, for messages.
+            name: for what they meet, equal on all.
             ranks: world ranks of all that do, in an order that is equal on all; this rank is among them.
             item: what JSON can hold.
 
         Raises:
             PeerFailed: one of them is gone, or rank 0 cannot be reached.
         """
-        key = tuple(ranks), self._before[tuple(ranks)]
-        self._before[key[0]] += 1
-        self._channel.tell(0, "meets", {"ranks": list(ranks), "number": key[1], "item": item})
+        key = name, tuple(ranks), self._before[name, tuple(ranks)]
+        self._before[name, key[1]] += 1
+        self._channel.tell(0, "meets", {"name": name, "ranks": list(ranks), "number": key[2], "item": item})
         others = [rank for rank in ranks if rank != self._channel.rank]
         cut_off_since = 0.0
 
@@ -67,21 +69,26 @@ class Meetings:
                 )
             return others
 
-        wait = Wait(f"{name}, meeting {key[1] + 1}", self._failure_detector)
+        wait = Wait(f"{name}, meeting {key[2] + 1}", self._failure_detector)
         wait.until(lambda: key in self._over, missing, lambda: f"the construction of {name}", arrival=True)
         return self._over.pop(key)
 
     def _note_arrival(self, sender: int, body: Body) -> None:
-        key = tuple(body["ranks"]), int(body["number"])
-        if sender not in key[0]:
+        name, ranks, number = key = _key(body)
+        if sender not in ranks:
             raise ValueError(f"rank {sender} is not one of these")
         arrived = self._arrived.setdefault(key, {})
         arrived[sender] = body["item"]
-        if len(arrived) == len(key[0]):
+        if len(arrived) == len(ranks):
             del self._arrived[key]
-            items = [arrived[rank] for rank in key[0]]
-            for rank in key[0]:
-                self._channel.tell(rank, "have met", {"ranks": list(key[0]), "number": key[1], "items": items})
+            items = [arrived[rank] for rank in ranks]
+            told = {"name": name, "ranks": list(ranks), "number": number, "items": items}
+            for rank in ranks:
+                self._channel.tell(rank, "have met", told)
 
     def _note_end(self, sender: int, body: Body) -> None:
-        self._over[tuple(body["ranks"]), int(body["number"])] = list(body["items"])
+        self._over[_key(body)] = list(body["items"])
+
+
+def _key(body: Body) -> _Key:
+    return str(body["name"]), tuple(body["ranks"]), int(body["number"])

@@ -31,6 +31,18 @@ def test_members_meet_without_the_others_in_any_order(channels):  # noqa: F811
     assert [one._arrived for one in of] == [{}] * 4 and [one._over for one in of] == [{}] * 4
 
 
+def test_threads_of_the_same_members_meet_for_different_things_in_any_order(channels):  # noqa: F811
+    of = meetings_of([(made := connected(channels, 2))[0], *made[1]])
+    with ThreadPoolExecutor(4) as threads:
+        began = []
+        for rank, names in enumerate(("ab", "ba")):
+            for name in names:
+                began.append((name, threads.submit(of[rank].gather, name, (0, 1), [name, rank])))
+                while of[rank]._before[name, (0, 1)] == 0:
+                    time.sleep(0.001)
+        assert [found.result() for _, found in began] == [[[name, 0], [name, 1]] for name, _ in began]
+
+
 def test_ranks_that_cannot_reach_rank_0_say_so(channels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(module, "REASON", 0.05)
     server, clients = connected(channels, 3)
@@ -46,4 +58,4 @@ def test_ranks_that_cannot_reach_rank_0_say_so(channels, monkeypatch):  # noqa: 
 def test_a_rank_that_is_not_one_of_them_is_not_counted(channels):  # noqa: F811
     server, _ = connected(channels, 2)
     with pytest.raises(ValueError, match="rank 0 is not one of these"):
-        Meetings(server, NOBODY_FAILS)._note_arrival(0, {"ranks": [1], "number": 0, "item": None})
+        Meetings(server, NOBODY_FAILS)._note_arrival(0, {"name": "it", "ranks": [1], "number": 0, "item": None})
