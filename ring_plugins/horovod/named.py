@@ -92,7 +92,8 @@ class NamedWork:
 
     def done(self) -> bool:
         self._is_seen = self._is_over()
-        return self._is_seen
+        # A script that polls waits nowhere, so that only this tells it who is gone.
+        return self._is_seen or (self.matched_at is None and self._calls.are_lost(self._ranks))
 
     def _is_over(self) -> bool:
         return self._error is not None or (self._begun is not None and self._begun.done())

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import PeerFailed
-from ring_plugins.core.control.named_calls import Match, NameInUse
+from ring_plugins.core.base.errors import PeerFailed, PeerLeft
+from ring_plugins.core.control.named_calls import Match, NamedCalls, NameInUse
 from ring_plugins.horovod import named
-from ring_plugins.horovod.named import NamedOperations, _difference
+from ring_plugins.horovod.named import NamedOperations, NamedWork, _difference
 from tests.launch import run_ranks
 
 
@@ -69,7 +69,25 @@ def test_operations_whose_group_cannot_be_made_raise_why(monkeypatch):
         work.wait()
 
 
+def test_a_script_that_polls_learns_that_a_rank_is_gone():
+    gone = []
+
+    def check(_, missing, what):
+        if set(missing) & set(gone):
+            raise PeerLeft("has left", gone[0])
+
+    channel = SimpleNamespace(rank=0, on=lambda *_, **__: None)
+    calls = NamedCalls(channel, SimpleNamespace(check=check))
+    work = NamedWork(calls, (0, 1), "allreduce")
+    assert not work.done()
+    gone.append(1)
+    assert work.done()  # `wait` would raise
+    work.matched_at = 0.0
+    assert not work.done()  # nobody is missing
+
+
 SCRIPT = """
+import numpy
 import torch
 import ring_plugins as ring
 from tests.worker import report
@@ -83,12 +101,15 @@ rank = hvd.rank()
 names = ["a", "b", "c"][:: 1 - 2 * rank]
 handles = {name: hvd.allreduce_async(torch.tensor([ord(name) - 97.0]), name=name, op=hvd.Sum) for name in names}
 handles["gathered"] = hvd.allgather_async(torch.full((rank,), 5), name="g")
+one = numpy.float32(1)  # factors and roots may be numpy's
+handles["numpy"] = hvd.allreduce_async(torch.ones(1), name="f", prescale_factor=one, postscale_factor=one * 2)
+handles["root"] = hvd.broadcast_async(torch.tensor([rank + 3.0]), numpy.int64(1), name="r")
 in_place = torch.ones(2)
 if rank:
     handles["blocking"] = hvd.allreduce_async_(in_place, name="one waits", op=hvd.Sum, prescale_factor=2.0)
 else:
     hvd.allreduce_(in_place, name="one waits", op=hvd.Sum, prescale_factor=2.0)
-report("any order", [hvd.synchronize(handles[name]).tolist() for name in ("a", "b", "c", "gathered")])
+report("any order", [hvd.synchronize(handles[name]).tolist() for name in ("a", "b", "c", "gathered", "numpy", "root")])
 report("in place", [hvd.synchronize(handles["blocking"]).tolist() if rank else in_place.tolist(), in_place.tolist()])
 
 # Errors concern the operation alone
@@ -135,7 +156,7 @@ report("after", hvd.allreduce(torch.tensor([1.0 + rank])))
 def test_named_operations_and_join():
     result = run_ranks(SCRIPT, 2)
     for rank in range(2):
-        assert result.values("any order")[rank] == [[0], [2], [4], [5]]
+        assert result.values("any order")[rank] == [[0], [2], [4], [5], [2], [4]]
         assert result.values("in place")[rank] == [[4, 4], [4, 4]]
         assert result.values("next")[rank] == [[1], [1]]
         assert result.values("zeros")[rank] == [[3, -1], [0.5], [1], [3], [3, 3], [5]]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import ArgumentError, is_rejection
+from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import Wait
@@ -127,6 +127,15 @@ class NamedCalls:
         Wait(f"named operations, {what}", self._failure_detector).until(
             ready, lambda: [rank for rank in ranks() if rank != own], lambda: what, arrival=True
         )
+
+    def are_lost(self, ranks: Sequence[int]) -> bool:
+        """Whether `wait` for these ranks would raise since one of them is gone."""
+        try:
+            others = [rank for rank in ranks if rank != self._channel.rank]
+            self._failure_detector.check("named operations", others, "a named operation")
+        except RingError:
+            return True
+        return False
 
     # On rank 0 --------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ class _Reduction(NamedTuple):
 
     def call(self, op: Op, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What must be equal on all ranks; "joins" is whether one that has joined can take part."""
-        factors = {"before": self.before, "after": self.given_after}
+        factors = {"before": float(self.before), "after": float(self.given_after)}  # which may be numpy's
         return {"op": op.name, **factors, "tensors": _described(tensors), "joins": op in (Average, Sum)}
 
     def begin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,8 @@ def broadcasting(tensor: torch.Tensor, root: int, in_place: bool, process_set: A
             return [differentiable.broadcast(_with_gradient_times(1 / size(process_set), tensor), root, group=group)]
         return [ring.broadcast(values, root, wait=wait, group=group)]
 
-    call = {"root": root, "tensors": _described([tensor])}
+    number = int(root) if hasattr(root, "__index__") else root  # it may be numpy's
+    call = {"root": number, "tensors": _described([tensor])}
     return Operation(
         *("broadcast", process_set, call, [tensor.detach() if in_place else tensor], operate),
         lambda result: tensor if in_place else torch.as_tensor(result),
