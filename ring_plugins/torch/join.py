@@ -19,6 +19,7 @@ pass who is there, also where all are, and it knows no clipping.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 import ring_plugins.core.functions as ring
-from ring_plugins.core.base.errors import ArgumentError, StepSkipped
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError, StepSkipped, name_ranks
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
@@ -51,6 +52,7 @@ class Averager(Protocol):
     communicator: Communicator[Any]
     group: Group | None
     own: OwnGradients
+    is_closed: bool
     is_joined: bool
     ended: float
     steps: int
@@ -179,17 +181,18 @@ class join:  # noqa: N801 - a context, named as a function
         Returns:
             That rank.
         """
-        roots: list[int | None] = []  # by averager: whose state its ranks get, None if nobody has waited
+        told: list[tuple[list[int], bool]] = []  # by averager: the world ranks that came last, and whether others waited
         for averager in self._averagers:
-            members, group = averager.communicator, averager.group
+            members = averager.communicator
             by_rank = members.all_gather_object(waited, "join") if members.size > 1 else [waited]
-            place = by_rank.index(min(by_rank))
-            last = place if group is None else group.ranks[place]
-            self.last = self.last if roots else last
-            roots.append(last if max(by_rank) else None)
-        for averager, root in zip(self._averagers, roots, strict=True):
-            if root is not None:
-                self._get_state(averager, root)
+            ranks = [rank for rank, one in zip(members.ranks, by_rank, strict=True) if one == min(by_rank)]
+            told.append((ranks, max(by_rank) > 0))
+        self.last = _present(told[0][0])
+        for averager, (came_last, have_waited) in zip(self._averagers, told, strict=True):
+            if have_waited:
+                self._get_state(averager, came_last)
+        with contextlib.suppress(PeerFailed):  # it may have been lost once all had its state
+            self.last = _present(told[0][0])
         return self.last
 
     def follow(self, weight: float = 0.0) -> int:
@@ -205,13 +208,19 @@ class join:  # noqa: N801 - a context, named as a function
         errors: list[BaseException] = []
 
         def follow(number: int) -> None:
+            averager = self._averagers[number]
+            sharded = [one for one in self._parts if getattr(one, "averager", None) is averager and is_sharded(one)]
             try:
-                while not take_part(self._averagers[number], weight):
+                for part in sharded:
+                    part.give_up_step()
+                steps = averager.steps
+                while not take_part(averager, weight):
                     waited[number] += 1
-                    for part in self._parts:
-                        if getattr(part, "averager", None) is self._averagers[number] and is_sharded(part):
-                            share_step(part.averager, part.optimizer, has_ended=True)
-                            part.optimizer.step()
+                    if averager.steps > steps:  # else the pass was skipped
+                        for part in sharded:
+                            if share_step(averager, part.optimizer, has_ended=True):
+                                part.optimizer.step()
+                    steps = averager.steps
             except BaseException as error:
                 errors.append(error)
 
@@ -226,25 +235,43 @@ class join:  # noqa: N801 - a context, named as a function
             raise errors[0]
         return sum(waited)
 
-    def _get_state(self, averager: Averager, root: int) -> None:
-        """Give all ranks of an averager what one of them has."""
+    def _get_state(self, averager: Averager, came_last: list[int]) -> None:
+        """Give all ranks of an averager what one of these world ranks has, which have equal states."""
         checks, group = averager.checks, averager.group
         ours = checks.updates.count, averager.catch_up()
-        updates, passes = ring.broadcast_object(ours, root, group=group)
+        updates, passes = ring.broadcast_object(ours, _present(came_last), group=group)
         checks.updates.set(updates)
         averager.catch_up(passes)
-        broadcast_parameters(averager.named_parameters, root, group=group)
+        broadcast_parameters(averager.named_parameters, _present(came_last), group=group)
         for part, owner in zip(self._parts, self._owners, strict=True):
             if owner is not averager:
                 continue
             if isinstance(part, Optimizer) and is_sharded(part):
-                _set_options(part, ring.broadcast_object(_options_of(part), root, group=group))
+                _set_options(part, ring.broadcast_object(_options_of(part), _present(came_last), group=group))
             elif isinstance(part, Optimizer):
-                broadcast_optimizer_state(part, root, group=group)
+                broadcast_optimizer_state(part, _present(came_last), group=group)
             elif hasattr(part, "load_state_dict"):
-                state = ring.broadcast_object(part.state_dict(), root, group=group)
-                if ring.rank() != root:
+                state, root = part.state_dict(), _present(came_last)
+                is_mine = ring.rank() == root
+                state = ring.broadcast_object(state, root, group=group)
+                if not is_mine:
                     part.load_state_dict(state)
+
+
+def _present(came_last: list[int]) -> int:
+    """The lowest of some world ranks that is left, as the ranks are numbered now: a loss renumbers those above it.
+
+    Raises:
+        PeerFailed: none is left.
+    """
+    for rank in came_last:
+        if rank in current().world_ranks:
+            return current().world_ranks.index(rank)
+    raise PeerFailed(
+        f"{name_ranks(came_last)} came last in join() and is lost, and with it the weights of the last steps. Continue "
+        "from a checkpoint.",
+        came_last[0],
+    )
 
 
 def take_part(averager: Averager, weight: float = 0.0) -> bool:
@@ -259,6 +286,11 @@ def take_part(averager: Averager, weight: float = 0.0) -> bool:
     """
     if averager.communicator.size == 1:
         return True
+    if averager.is_closed:
+        raise RingError(
+            f"{averager.communicator.name}: this rank waits in join() for averages of the others, and its averager or "
+            "optimizer has been closed. Close it behind the block, and leave closed ones out of join()."
+        )
     checks = averager.checks
     if not averager.own.present:
         _drop_gradients(averager.named_parameters)
@@ -273,23 +305,33 @@ def take_part(averager: Averager, weight: float = 0.0) -> bool:
     return averager.ended > 1 - 0.5 / averager.communicator.size
 
 
-def share_step(averager: Averager, optimizer: Optimizer, has_ended: bool = False) -> None:
+def share_step(averager: Averager, optimizer: Optimizer | None, has_ended: bool = False) -> bool:
     """Give ranks that have run out of data the gradients and options of a step; collective, before a sharded step.
 
     Args:
         averager: whose last pass some ranks had run out in.
-        optimizer: to be stepped.
+        optimizer: to be stepped; None if the script makes no step of that pass.
         has_ended: whether this rank is one of them.
+
+    Returns:
+        Whether there is a step.
     """
     communicator = averager.communicator
     gradients = [parameter.grad for _, parameter in averager.named_parameters]
-    ours = None if has_ended else (_options_of(optimizer), gradients)
+    ours = None if has_ended or optimizer is None else (_options_of(optimizer), gradients)
     told = communicator.all_gather_object(ours, "a sharded step in join()")
-    options, gradients = next(one for one in told if one is not None)
-    if ours is None:
+    found = next((one for one in told if one is not None), None)
+    if found is not None and ours is None and optimizer is not None:
+        options, gradients = found
         _set_options(optimizer, options)
         for (_, parameter), gradient in zip(averager.named_parameters, gradients, strict=True):
             parameter.grad = gradient
+    return found is not None
+
+
+def some_wait(averager: Averager) -> bool:
+    """Whether some ranks had run out of data in the last pass, and others had not."""
+    return 0 < averager.ended < 1 - 0.5 / averager.communicator.size
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from ring_plugins.core.world import announce_training, constructed_by_all
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
 from ring_plugins.torch.consistency import parameter_checksums
 from ring_plugins.torch.gradients import GradientAverager
-from ring_plugins.torch.join import share_step
+from ring_plugins.torch.join import share_step, some_wait
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer, shard_optimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 from ring_plugins.torch.wrapped_optimizer import WrappedOptimizer
@@ -179,11 +179,18 @@ class DistributedOptimizer(WrappedOptimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.give_up_step()
         self.averager.prepare()
         self._take_new_parameters()
         self.averager.forget_gradients()
         self._reductions_so_far = self.averager.steps
         self.optimizer.zero_grad(set_to_none)
+
+    def give_up_step(self) -> None:
+        """Tell ranks that wait in `join` for a sharded step that the script leaves it out, as after an overflow."""
+        if self._is_sharded and some_wait(self.averager) and self.averager.steps > self._reductions_so_far:
+            self._reductions_so_far = self.averager.steps
+            share_step(self.averager, None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
@@ -213,7 +220,7 @@ class DistributedOptimizer(WrappedOptimizer):
             self._average_what_is_left()
             if self._take_new_parameters():
                 self.averager.average_before_step()
-            if self.averager.ended and self._is_sharded:
+            if self._is_sharded and some_wait(self.averager):
                 share_step(self.averager, self.optimizer)
             result = self.optimizer.step()
         else:

@@ -2,17 +2,18 @@
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.torch.changes import Claim
 from ring_plugins.torch.consistency import TorchChecks
 from ring_plugins.torch.gradient_buckets import GradientBuckets
-from ring_plugins.torch.join import join
+from ring_plugins.torch.join import join, take_part
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 from tests.launch import run_ranks
 
@@ -103,6 +104,12 @@ def test_other_parts_are_rejected(monkeypatch, parts, text):
         join(*parts)
 
 
+def test_a_closed_averager_is_not_waited_for_for_ever():
+    closed: Any = SimpleNamespace(communicator=SimpleNamespace(size=2, name="gradients"), is_closed=True)
+    with pytest.raises(RingError, match=r"gradients: this rank waits in join\(\) .* has been closed"):
+        take_part(closed)
+
+
 SCRIPT = """
 import os, torch
 import torch.nn.functional as F
@@ -175,3 +182,77 @@ def test_weights_equal_one_process_on_the_concatenated_batches(count):
         for error, is_same in values:
             assert error < 1e-12, case
             assert is_same, case
+
+
+LOST = """
+import os, signal, torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters, join
+from tests.worker import report
+
+ring.init(ranks=4, on_failure="continue")
+before, model = ring.rank(), torch.nn.Linear(2, 2)
+broadcast_parameters(model)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = DistributedOptimizer(inner)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+
+class Part:
+    of = before
+
+    def state_dict(self):
+        if before == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.of
+
+    def load_state_dict(self, state):
+        self.of = state
+
+part, most = Part(), int(os.environ["TEST_MOST"])
+with join(optimizer, part, scheduler) as data:
+    for _ in range(3 if before == most else 1):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+report("got", [ring.size(), data.last, part.of, scheduler.last_epoch], before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [1, 3])
+def test_all_parts_come_from_one_rank_where_another_is_lost_meanwhile(most):
+    result = run_ranks(LOST, 4, env={"TEST_MOST": str(most)}, check=False)
+    assert result.values("got") == [[3, most - 1, most, 3]] * 3, result
+
+
+LEFT_OUT = """
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters, join
+from tests.worker import report
+
+ring.init(ranks=3)
+model = torch.nn.Linear(2, 2, bias=False)
+broadcast_parameters(model)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), shard=True)
+start = model.weight.detach().clone()
+for epoch in range(2):
+    with join(optimizer):
+        for batch in range(1 + 5 * (ring.rank() == epoch)):
+            with optimizer.skip_step_on(ValueError):
+                optimizer.zero_grad()
+                if batch == 1:
+                    raise ValueError("a batch that cannot be computed")
+                model(torch.ones(1, 2)).sum().backward()
+                if batch not in (3, 5):  # as a GradScaler does where gradients overflow
+                    optimizer.step()
+weights = ring.all_gather_object(model.weight.detach())
+report("steps", [(start - model.weight).detach().max().item(), all(torch.equal(weights[0], one) for one in weights)])
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_step_that_is_left_out_keeps_nobody_waiting():
+    result = run_ranks(LEFT_OUT, 3)
+    assert result.values("steps") == [[pytest.approx(2 * 3, rel=1e-5), True]] * 3
