@@ -77,8 +77,8 @@ _version_of = operator.attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
 #: those with other averagers, of those that want ranks to leave or join, of those that have run out of data, and of
-#: those whose weight is not 1; and these ranks' weights, not what they lack to 1, which 16 bits cannot tell from 1 where
-#: a weight is small. The options of the optimizers follow.
+#: those whose weight is not 1; and these ranks' weights, not what they lack to 1: where a weight is small, 16 bits
+#: cannot tell that from 1. The options of the optimizers follow.
 _FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _PARTS, _WEIGHTS = range(7)
 _OPTIONS = 7
 _CONTROL = _OPTIONS + COUNT

@@ -181,7 +181,7 @@ class join:  # noqa: N801 - a context, named as a function
         Returns:
             That rank.
         """
-        told: list[tuple[list[int], bool]] = []  # by averager: the world ranks that came last, and whether others waited
+        told: list[tuple[list[int], bool]] = []  # by averager: world ranks that came last, and whether others waited
         for averager in self._averagers:
             members = averager.communicator
             by_rank = members.all_gather_object(waited, "join") if members.size > 1 else [waited]

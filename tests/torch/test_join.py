@@ -21,7 +21,7 @@ from tests.launch import run_ranks
 def test_an_error_in_the_passes_of_one_averager_is_raised_where_the_block_ends(monkeypatch):
     module = importlib.import_module("ring_plugins.torch.join")  # the package has the class by this name
     communicator = SimpleNamespace(size=1)
-    parts = [SimpleNamespace(catch_up=lambda: 0, communicator=communicator) for _ in range(3)]
+    parts = [SimpleNamespace(catch_up=lambda: 0, communicator=communicator, steps=0) for _ in range(3)]
 
     def take_part(averager, weight):
         if averager is parts[1]:
