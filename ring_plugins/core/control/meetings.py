@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ring_plugins.core.base.errors import PeerLeft
@@ -20,6 +20,29 @@ from ring_plugins.core.control.wait import REASON, Wait
 _Purpose = tuple[str, tuple[int, ...]]
 #: And how many meetings of these for that have been before.
 _Key = tuple[str, tuple[int, ...], int]
+
+
+def over_rank_0(
+    channel: Channel, ranks: Callable[[], Sequence[int]], what: str, advice: str
+) -> Callable[[], Sequence[int]]:
+    """`ranks`, for a `Wait` whose messages go over rank 0: raises PeerLeft once that cannot be reached any more."""
+    cut_off_since = 0.0
+
+    def missing() -> Sequence[int]:
+        nonlocal cut_off_since
+        if channel.reaches(0):
+            cut_off_since = 0.0
+            return ranks()
+        cut_off_since = cut_off_since or time.monotonic()
+        if time.monotonic() - cut_off_since > REASON:  # in which its own reason would have arrived
+            raise PeerLeft(
+                f"rank {channel.rank} cannot {what}: ranks meet over rank 0, which has left the job or cannot be "
+                f"reached. {advice}",
+                0,
+            )
+        return ranks()
+
+    return missing
 
 
 class Meetings:
@@ -53,22 +76,8 @@ class Meetings:
         self._before[name, key[1]] += 1
         self._channel.tell(0, "meets", {"name": name, "ranks": list(ranks), "number": key[2], "item": item})
         others = [rank for rank in ranks if rank != self._channel.rank]
-        cut_off_since = 0.0
-
-        def missing() -> Sequence[int]:
-            nonlocal cut_off_since
-            if self._channel.reaches(0):
-                cut_off_since = 0.0
-                return others
-            cut_off_since = cut_off_since or time.monotonic()
-            if time.monotonic() - cut_off_since > REASON:  # in which its own reason would have arrived
-                raise PeerLeft(
-                    f"rank {self._channel.rank} cannot make {name}: ranks meet over rank 0, which has left the job or "
-                    "cannot be reached. Make groups at the start, and let rank 0 stay until all have theirs.",
-                    0,
-                )
-            return others
-
+        advice = "Make groups at the start, and let rank 0 stay until all have theirs."
+        missing = over_rank_0(self._channel, lambda: others, f"make {name}", advice)
         wait = Wait(f"{name}, meeting {key[2] + 1}", self._failure_detector)
         wait.until(lambda: key in self._over, missing, lambda: f"the construction of {name}", arrival=True)
         return self._over.pop(key)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.meetings import over_rank_0
 from ring_plugins.core.control.wait import Wait
 
 _Ranks = tuple[int, ...]
@@ -125,7 +126,15 @@ class NamedCalls:
         """
         own = self._channel.rank
         Wait(f"named operations, {what}", self._failure_detector).until(
-            ready, lambda: [rank for rank in ranks() if rank != own], lambda: what, arrival=True
+            ready,
+            over_rank_0(
+                self._channel,
+                lambda: [rank for rank in ranks() if rank != own],
+                f"begin {what}",
+                "Let rank 0 stay until all named operations are over.",
+            ),
+            lambda: what,
+            arrival=True,
         )
 
     def are_lost(self, ranks: Sequence[int]) -> bool:

@@ -1,8 +1,11 @@
 """Which names have been called by all, as rank 0 finds out; tests/horovod/test_named.py has real ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, PeerLeft
+from ring_plugins.core.control import meetings
 from ring_plugins.core.control.named_calls import NamedCalls, NameInUse
 
 
@@ -76,3 +79,11 @@ def test_a_rank_that_has_joined_counts_as_one_that_calls_until_all_have():
     for rank in range(2):
         channels.begin(rank, "b")
     assert not any(("b", [1, 1, None]) in matched for matched in channels.matched), "rank 2 has to call again"
+
+
+def test_ranks_that_cannot_reach_rank_0_do_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(meetings, "REASON", 0.05)
+    alive = SimpleNamespace(check=lambda *_: None, mesh=None, aborted=False)
+    channel = SimpleNamespace(rank=1, on=lambda *_, **__: None, reaches=lambda rank: False)
+    with pytest.raises(PeerLeft, match="rank 1 cannot begin allreduce: ranks meet over rank 0, which has left the job"):
+        NamedCalls(channel, alive).wait(lambda: False, lambda: (1, 2), "allreduce")
