@@ -176,7 +176,7 @@ report("launched", len(library.log), trainer.global_rank)
 @pytest.mark.slow
 def test_training_is_the_same_as_on_the_cpu():
     result = run_ranks(FIT)
-    assert min(result.values("launched")) > 20
+    assert min(result.values("launched")) >= 10  # one a step
     for precision in ("32-true", "bf16-mixed"):
         first, second = result.values(f"GPU {precision}")
         assert first == second
