@@ -206,8 +206,12 @@ def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
     prefix, _, other = str(failure or "").partition(" failed: ")
     if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank or failure.rank > highest:
         return None
-    is_same = other.partition(":")[0] == own.partition(":")[0] and other.rpartition(" (")[2] == own.rpartition(" (")[2]
-    return failure.rank if is_same else None
+    return failure.rank if _kind_and_line(other) == _kind_and_line(own) else None
+
+
+def _kind_and_line(summary: str) -> tuple[str, str]:
+    """The type of an exception and where it was raised; from where that was called is not known yet in a frame."""
+    return summary.partition(":")[0], summary.rpartition(" (")[2].partition(", called from ")[0].rstrip(")")
 
 
 def _noting_exit(original: Callable[..., NoReturn], current: Callable[[], Job | None]) -> Callable[..., NoReturn]:
