@@ -19,7 +19,6 @@ import ring_plugins.torch
         (ring_plugins, "allreduce", r"write ring_plugins\.all_reduce\(x\)"),
         (ring_plugins.torch, "Adasum", r"write op=hvd\.Average: Adasum does not exist here"),
         (ring_plugins.torch, "add_process_set", r"ring_plugins\.Group\(ranks\)"),
-        (ring_plugins.horovod.torch, "compression", "compression='fp16'"),
         (ring_plugins, "join", "import it from ring_plugins.torch$"),
         (ring_plugins, "RingStrategy", "import it from ring_plugins.lightning$"),
         (ring_plugins, "DistributedOptimizer", "import it from ring_plugins.torch or ring_plugins.keras$"),

@@ -206,12 +206,14 @@ def _peer_with_same_error(job: Job, error: BaseException) -> int | None:
     prefix, _, other = str(failure or "").partition(" failed: ")
     if failure is None or prefix != f"rank {failure.rank}" or failure.rank == job.world_rank or failure.rank > highest:
         return None
-    return failure.rank if _kind_and_line(other) == _kind_and_line(own) else None
+    (theirs, called), (ours, ours_called) = _place(other), _place(own)
+    return failure.rank if theirs == ours and (called == ours_called or not called or not ours_called) else None
 
 
-def _kind_and_line(summary: str) -> tuple[str, str]:
-    """The type of an exception and where it was raised; from where that was called is not known yet in a frame."""
-    return summary.partition(":")[0], summary.rpartition(" (")[2].partition(", called from ")[0].rstrip(")")
+def _place(summary: str) -> tuple[tuple[str, str], str]:
+    """An exception's type and line, and from where that was called: unknown if it was reported before it got there."""
+    line, _, called = summary.rpartition(" (")[2].rstrip(")").partition(", called from ")
+    return (summary.partition(":")[0], line), called
 
 
 def _noting_exit(original: Callable[..., NoReturn], current: Callable[[], Job | None]) -> Callable[..., NoReturn]:
