@@ -65,10 +65,7 @@ class State(ListedState):
         elastic = current().elastic
         if elastic.mesh is None:  # the ranks of this job do not change
             return
-        if not elastic.asked_since_commit():
-            self._change_members()
-        if elastic.changes.untold:
-            elastic.tell_changes()
+        self._follow_changes()
         self._let_join(added=True)
         if self._view != elastic.view:
             raise HostsUpdatedInterrupt(False)

@@ -352,7 +352,7 @@ class RecoveryCheck:
                 'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
                 "its commit() after each step."
             )
-        return self._job.elastic.ask_in_pass()
+        return self._job.elastic.wants_change
 
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """If ranks were lost or joined since the last call or the one before, compare weights and averages.

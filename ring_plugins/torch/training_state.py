@@ -158,12 +158,9 @@ class TrainingState(ListedState):
             self._trained_on, self._commits_within = self._data, True
         elif self._is_where_it_joined():  # at that place, or where the epoch began
             return
-        elastic, communicator = current().elastic, current().communicator
-        # A loop that averages by itself asks here. Others do not: this may be between two passes of a step.
-        if not elastic.averages and communicator.recovers:
-            self._change_members()
-            if elastic.changes.untold:
-                elastic.tell_changes()
+        communicator = current().communicator
+        if communicator.recovers:
+            self._follow_changes()
         if not self._let_join(added=not self._is_in_epoch) and self._has_joined:
             # Ranks are to be at the same place: a joiner that does not use `batches` is in another step. The next pass
             # of gradients compares that, if there is one until the next call.

@@ -25,7 +25,7 @@ class Job:
             changes=SimpleNamespace(untold=[]),
             tell_changes=self.tell,
             change_members=self.change,
-            asked_since_commit=lambda: False,
+            averages=False,
         )
         self.replaces, self.is_joining, self.operations = False, is_joining, lambda: 0
         self.communicator = SimpleNamespace(all_reduce=lambda memory, op: self.done.append("exchange"))
@@ -85,9 +85,9 @@ def test_a_process_that_joins_does_so_before_the_function_begins(monkeypatch):
     assert job.done == ["join", "tell", "place", "reset", "sync", "exchange"]
 
 
-def test_a_commit_exchanges_nothing_after_a_pass_of_gradients_that_has(monkeypatch):
+def test_a_commit_exchanges_nothing_where_passes_of_gradients_do(monkeypatch):
     job = Job(monkeypatch)
-    job.elastic.asked_since_commit = lambda: True
+    job.elastic.averages = True
     ObjectState(epoch=0).commit()
     assert job.done == []
 

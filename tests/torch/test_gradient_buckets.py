@@ -304,9 +304,7 @@ def train(rank, model, steps, zero, number, how, overlap):
 
 def no_job(monkeypatch):
     """The ranks are threads: nobody joins or leaves."""
-    world = SimpleNamespace(
-        is_joining=False, replaces=False, elastic=SimpleNamespace(view=0, ask_in_pass=lambda: False)
-    )
+    world = SimpleNamespace(is_joining=False, replaces=False, elastic=SimpleNamespace(view=0, wants_change=False))
     for module in ("consistency", "gradients"):
         monkeypatch.setattr(f"ring_plugins.torch.{module}.current", lambda: world)
     monkeypatch.setattr("ring_plugins.torch.gradients.has_room_to_overlap", lambda threads: False)

@@ -23,6 +23,8 @@ would need no thread of NCCL's. But a rank that dies while others are inside `nc
 another thread calls `ncclCommAbort` beside them, which NCCL allows of nonblocking communicators only. *One NCCL group
 for all buckets that are ready*: NCCL chooses algorithms by a group's total size, so ranks would have to agree which
 buckets those are.
+
+The file is a few lines longer than others: connecting, shrinking and aborting take turns on one communicator.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ NCCL wants one thread at a time in a communicator. So everything happens under o
 join its stream, and the looks of the monitor thread, by which `GpuWatchdog` sees to it that no GPU waits for a rank
 that is gone. Nothing here makes the host wait for the GPU unless its docstring says so. `connection` holds the NCCL
 communicator, and `stream` what is queued.
+
+The file is a few lines longer than others, since that lock guards all of it.
 """
 
 from __future__ import annotations

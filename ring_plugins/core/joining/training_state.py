@@ -80,6 +80,17 @@ class ListedState(abc.ABC):
             world.elastic.change_members()
         return [int(found) for found in maxima[1:]]
 
+    def _follow_changes(self) -> None:
+        """Let ranks leave and see who waits, in a loop that averages by itself; tell the script of any change.
+
+        Passes of gradients do so elsewhere, where they are whole: a `commit` may stand between two passes of a step.
+        """
+        elastic = current().elastic
+        if not elastic.averages:
+            self._change_members()
+        if elastic.changes.untold:
+            elastic.tell_changes()
+
     def _let_join(self, added: bool) -> bool:
         """Admit pending joiners, added ranks only if `added`; returns whether any has joined."""
         elastic = current().elastic

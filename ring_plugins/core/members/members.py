@@ -76,7 +76,6 @@ class Elastic:
         slot: as given.
         recovery: how communicators go on without lost ranks.
         averages: whether the script has made what averages gradients, whose passes carry `wants_change` to all ranks.
-        has_asked: whether one has carried it since a `commit` last looked.
         mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
 
@@ -88,7 +87,7 @@ class Elastic:
         self.recovery = JobRecovery(self.agree, policy.replaces)
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
-        self.averages = self.has_asked = False
+        self.averages = False
         self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
@@ -216,16 +215,6 @@ class Elastic:
     def is_added(self) -> bool:
         """Whether this process has yet to join, in a slot that nobody has had: the job grows by it."""
         return self._job.is_joining and self._members.is_added
-
-    def ask_in_pass(self) -> bool:
-        """Return `wants_change` for a pass of gradients, which carries it to all ranks; noted in `has_asked`."""
-        self.has_asked = True
-        return self.wants_change
-
-    def asked_since_commit(self) -> bool:
-        """Whether passes have carried `wants_change` to all since the last call; the same on all ranks."""
-        asked, self.has_asked = self.has_asked, False
-        return asked
 
     def _sees_joiners(self) -> set[int]:
         """Slots of pending joiners that this rank has seen but not yet announced to the others."""
