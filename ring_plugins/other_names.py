@@ -16,6 +16,7 @@ _HOROVOD = {
     "BroadcastGlobalVariablesHook": "ring_plugins.keras.broadcast_variables(model) before the first step",
     "Compression": "compression='fp16' as an argument of what averages",
     "DistributedGradientTape": "ring_plugins.keras.DistributedOptimizer(optimizer)",
+    "ElasticRayExecutor": "RayExecutor(settings, min_workers=2), which goes on when ranks are lost",
     "LocalGradientAggregationHelper": "gradient_accumulation_steps= of the Keras optimizer",
     "PartialDistributedGradientTape": "DistributedGradientTape for shared variables, tf.GradientTape for the others",
     "ProcessSet": "group = ring_plugins.Group(ranks)",

@@ -222,12 +222,21 @@ def _why_it_left() -> str:
     return LEFT if world.is_initialized() and world.current().has_left else ""
 
 
+def tell_others(error: BaseException) -> int | None:
+    """Have the other ranks of the job stop waiting for this one, which has failed.
+
+    Returns:
+        The rank whose failure made this one fail, None if there is none.
+    """
+    if not world.is_initialized() or (current := world.current()).topology.size == 1:
+        return None
+    peer = consequence(current, error)
+    current.fail(peer or error)
+    return peer.rank if peer is not None else None
+
+
 def _failure(error: BaseException) -> Failure:
-    caused_by = None
-    if world.is_initialized() and (current := world.current()).topology.size > 1:
-        peer = consequence(current, error)
-        current.fail(peer or error)
-        caused_by = peer.rank if peer is not None else None
+    caused_by = tell_others(error)
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     # Skips the first frame, which is `call`.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))

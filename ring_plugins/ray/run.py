@@ -92,21 +92,16 @@ def run(
         TimeoutExceeded: `timeout` has passed; all ranks have been ended.
         MissingDependency: ray is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(f"ray is not installed ({error}): {pip_command('ray')}") from error
     needs = {"CPU": 1.0, **(resources or {})}
     if not any(amount > 0 for amount in needs.values()):
         raise ArgumentError(f"resources={dict(resources or {})!r} asks for nothing; a rank needs a CPU or a GPU.")
     check_options("num_workers", num_workers, timeout, env)
     policy = FailurePolicy.chosen(on_failure, min_ranks)
     packed = pack_call(function, args, kwargs)
-    if not ray.is_initialized():
-        ray.init()
+    ray = connect_to_ray()
     ranks = num_workers or _max_ranks(ray.cluster_resources(), needs)
     policy.check_size(ranks)
-    actors = _RankActors(ray, ranks, needs, placement, dict(env or {}), policy)
+    actors = RankActors(ranks, needs, placement, dict(env or {}), policy)
     try:
         actors.start(start_timeout)
         if policy.replaces:
@@ -114,6 +109,21 @@ def run(
         return results(actors.outcomes(packed, timeout), ranks if policy.recovers else 0)
     finally:
         actors.end()
+
+
+def connect_to_ray() -> Any:
+    """Ray's module, once this process belongs to a cluster.
+
+    Raises:
+        MissingDependency: ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(f"ray is not installed ({error}): {pip_command('ray')}") from error
+    if not ray.is_initialized():
+        ray.init()
+    return ray
 
 
 def _max_ranks(cluster: Mapping[str, float], needs: Mapping[str, float]) -> int:
@@ -151,7 +161,7 @@ def _wait_for(is_done: Callable[[float], bool], doing: Callable[[], str], second
     return True
 
 
-class _RankActor:
+class RankActor:
     """One rank; `ray.remote` makes an actor of this class. The actor's process ends with the job."""
 
     def location(self) -> tuple[str, str, int]:
@@ -208,28 +218,50 @@ def _call_on_own_gpus(packed: bytes, gpus: float) -> Any:
     return function(*args, **kwargs)
 
 
-class _RankActors:
-    """The actors of one call, in their own placement group; `end` removes both."""
+class RankActors:
+    """The actors of some ranks, in a placement group; `end` removes them.
+
+    Args:
+        ranks: their number.
+        needs: resources of each rank.
+        placement: strategy of the placement group.
+        variables: of the ranks' environment.
+        policy: what happens when a rank is lost.
+        kind: the class of the actors.
+        bundles: into how many equal parts of the placement group they go; one for each by default.
+        group: a placement group that the caller has made, None to make one, which `end` removes, too.
+    """
 
     def __init__(
         self,
-        ray: Any,
         ranks: int,
         needs: dict[str, float],
         placement: str,
         variables: dict[str, str],
         policy: FailurePolicy,
+        kind: type[RankActor] = RankActor,
+        bundles: int | None = None,
+        group: Any = None,
     ) -> None:
         from ray.util import placement_group
 
-        self._ray, self._ranks, self._needs, self._placement, self._policy = ray, ranks, needs, placement, policy
-        self._env, self._number = variables, 1 if policy.replaces else ranks
-        bundle = {name: amount * ranks / self._number for name, amount in needs.items()}
-        self._group = placement_group([dict(bundle) for _ in range(self._number)], strategy=placement)
+        self._ray, self._ranks, self._needs, self._placement, self._policy = (
+            connect_to_ray(),
+            ranks,
+            needs,
+            placement,
+            policy,
+        )
+        self._env, self._number, self._kind = variables, 1 if policy.replaces else ranks, kind
+        self._is_ours, self._bundles = group is None, bundles or self._number
+        bundle, own = (
+            {name: amount * ranks / parts for name, amount in needs.items()} for parts in (self._bundles, self._number)
+        )
+        self._group = group or placement_group([dict(bundle) for _ in range(self._bundles)], strategy=placement)
         self._options = {
-            "num_cpus": bundle["CPU"],
-            "num_gpus": bundle.get("GPU", 0),
-            "resources": {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
+            "num_cpus": own["CPU"],
+            "num_gpus": own.get("GPU", 0),
+            "resources": {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")},
             "max_restarts": 0,
             # With its own runtime environment an actor cannot use a process that Ray has started ahead.
             "runtime_env": {"env_vars": variables} if variables else None,
@@ -237,11 +269,12 @@ class _RankActors:
         self._actors: list[Any] = []
 
     def _start(self, number: int) -> Any:
-        """Start the actor of a bundle of the placement group."""
+        """Start an actor in its bundle of the placement group, or in any of the caller's."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        return self._ray.remote(_RankActor).options(scheduling_strategy=where, **self._options).remote()
+        bundle = number * self._bundles // self._number if self._is_ours else -1
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return self._ray.remote(self._kind).options(scheduling_strategy=where, **self._options).remote()
 
     def start(self, seconds: float) -> None:
         """Start all actors.
@@ -277,14 +310,20 @@ class _RankActors:
             )
         self._locations = ray.get(asked)
 
+    def places(self) -> list[tuple[Any, int, dict[str, str]]]:
+        """Each actor, its rank and the variables by which it finds the others, of one job of all."""
+        # The secret travels in arguments of a call: Ray shows runtime environments, such as `env`, to everyone.
+        places = place_ranks(self._locations, secrets.token_hex(32))
+        return [
+            (actor, rank, {**variables, **self._policy.environment})
+            for actor, (rank, variables) in zip(self._actors, places, strict=True)
+        ]
+
     def outcomes(self, packed: bytes, timeout: float | None) -> list[Outcome]:
         """Run the call on every actor and collect the outcomes, in the order of their arrival."""
         ray, waiting = self._ray, dict[Any, tuple[int, str]]()
-        # The secret travels in arguments of a call: Ray shows runtime environments, such as `env`, to everyone.
-        places = place_ranks(self._locations, secrets.token_hex(32))
-        for actor, (rank, variables), (host, _, _) in zip(self._actors, places, self._locations, strict=True):
-            reference = actor.call.remote(packed, rank, {**variables, **self._policy.environment})
-            waiting[reference] = rank, host
+        for (actor, rank, variables), (host, _, _) in zip(self.places(), self._locations, strict=True):
+            waiting[actor.call.remote(packed, rank, variables)] = rank, host
 
         def poll(seconds: float) -> Iterator[Outcome]:
             for reference in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
@@ -311,14 +350,15 @@ class _RankActors:
         return gathered
 
     def end(self) -> None:
-        """Remove all actors, and their placement group."""
+        """Remove all actors, and their placement group if it is theirs alone."""
         from ray.util import remove_placement_group
 
         for actor in self._actors:
             with contextlib.suppress(Exception):  # the actor, or Ray itself, has ended already
                 self._ray.kill(actor)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self._group)
+        if self._is_ours:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
 
 
 def _end_of_actor(error: Exception) -> str:
