@@ -17,70 +17,19 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
 from ring_plugins.core.groups import Group
 from ring_plugins.lightning.uneven import kept, weigh_logs
-from ring_plugins.torch.loaders import samplers_of, with_batches
-
-
-class EveryNth(DistributedSampler[Any]):
-    """What a sampler draws, or a batch sampler, divided among ranks; as Lightning's own kinds it has an epoch.
-
-    Args:
-        sampler: draws the same on all ranks, if they have equal seeds.
-        num_replicas, rank: the ranks, and which of them this is.
-        seed: of torch's random numbers while it draws.
-        pads: whether samples are repeated until all ranks have equally many.
-        may_be_empty: whether a rank for which there is nothing draws nothing.
-
-    Attributes:
-        is_empty: whether there is nothing for this rank, which then draws the first sample; that is not to count.
-    """
-
-    def __init__(
-        self, sampler: Any, num_replicas: int, rank: int, seed: int = 0, pads: bool = False, may_be_empty: bool = False
-    ) -> None:
-        super().__init__(sampler, num_replicas, rank, shuffle=False, seed=seed)
-        self.sampler = self  # a loader's `batch_sampler.sampler` is what hears of epochs
-        self._pads, self._may_be_empty = pads, may_be_empty
-        self.checksum = 0  # of what all ranks together read in this epoch, if a sampler chose it
-
-    @property
-    def is_empty(self) -> bool:
-        is_filled = self._pads or self._may_be_empty
-        return not is_filled and 0 < len(self.dataset) <= self.rank  # type: ignore[arg-type]
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            sampler: Any = self.dataset
-            order = list(sampler)
-        self.checksum = 0 if type(sampler) is SequentialSampler else zlib.crc32(repr(order).encode()) >> 1
-        if self.is_empty:
-            return iter(order[:1])
-        share = order[self.rank :: self.num_replicas]
-        missing = len(self) - len(share)
-        return iter(share + (share or order)[:missing])
-
-    def __len__(self) -> int:
-        count = len(self.dataset)  # type: ignore[arg-type]
-        if self.is_empty:
-            return 1
-        return len(range(0 if self._pads else self.rank, count, self.num_replicas))
+from ring_plugins.torch.loaders import samplers_of
+from ring_plugins.torch.order import EveryNth, with_index
 
 
 class Shares:
@@ -112,7 +61,7 @@ class Shares:
                 return dataloader  # which divides by itself
             is_torchs = type(batches) is BatchSampler and batches.sampler is dataloader.sampler
             if batches is not None and not is_torchs and hasattr(batches, "__len__"):
-                return with_batches(dataloader, self._every_nth(batches, mode))
+                return with_index(dataloader, self._every_nth(batches, mode))
         return self._prepare(dataloader, shuffle=shuffle, mode=mode)
 
     def _sampler_for(self, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:

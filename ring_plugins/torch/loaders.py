@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
@@ -93,13 +92,6 @@ def samplers_of(loader: Any) -> list[Any]:
 def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[Any]:
     """A loader of the same class that draws its samples by a sampler, in batches of the same size."""
     return _like(loader, batch_size=loader.batch_size, sampler=sampler, persistent_workers=loader.persistent_workers)
-
-
-def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
-    """A loader of the same class, whatever its arguments are, that draws its batches by another batch sampler."""
-    fresh = copy.copy(loader)
-    vars(fresh).update(batch_sampler=batches, _iterator=None)
-    return fresh
 
 
 def from_batch(loader: DataLoader[Any], skipped: int) -> DataLoader[Any] | None:

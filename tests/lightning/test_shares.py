@@ -3,53 +3,9 @@
 import itertools
 
 import pytest
-import torch
-from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
-from ring_plugins.lightning.shares import EveryNth, _Even
+from ring_plugins.lightning.shares import _Even
 from tests.launch import run_ranks
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("order", [[], [4], [3, 1, 2], list(range(10, 0, -1))])
-def test_rank_r_of_n_draws_every_nth_of_what_the_sampler_draws(order, size):
-    shares = [EveryNth(order, size, rank) for rank in range(size)]
-    drawn = [[] if share.is_empty else list(share) for share in shares]
-    assert drawn == [order[rank::size] for rank in range(size)]
-    for share in shares:
-        assert len(list(share)) == len(share)
-        if share.is_empty:  # it has something to take part with
-            assert list(share) == order[:1]
-
-
-def test_in_training_a_rank_without_samples_draws_none_and_gets_a_batch_that_does_not_count():
-    assert [list(EveryNth([3, 4], 3, rank, may_be_empty=True)) for rank in range(3)] == [[3], [4], []]
-
-
-def test_with_padding_all_ranks_have_equally_many():
-    shares = [list(EveryNth([7, 8, 9, 10], 3, rank, pads=True)) for rank in range(3)]
-    assert shares == [[7, 10], [8, 8], [9, 9]]
-
-
-def test_a_random_sampler_draws_the_same_on_all_ranks_and_otherwise_in_each_epoch():
-    def drawn(epoch, rank):
-        torch.manual_seed(rank)  # ranks have drawn different random numbers
-        before = torch.get_rng_state()
-        share = EveryNth(WeightedRandomSampler(torch.ones(100), 100), 1, 0, seed=3)
-        share.set_epoch(epoch)
-        found = list(share)
-        assert torch.equal(torch.get_rng_state(), before)
-        return found
-
-    assert drawn(0, 0) == drawn(0, 1) != drawn(1, 0)
-
-
-def test_batches_of_a_batch_sampler_are_divided_whole_and_hear_of_epochs():
-    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    share = EveryNth(batches, 2, 1)
-    assert list(share) == [[3, 4, 5], [9]]
-    share.sampler.set_epoch(4)
-    assert share.epoch == 4
 
 
 @pytest.mark.parametrize(
