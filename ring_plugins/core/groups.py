@@ -10,10 +10,12 @@ A group has what of a `World` makes communicators. So a function with `group=` a
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 from ring_plugins.core.base.errors import ArgumentError, RingError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
@@ -36,9 +38,8 @@ class Group:
     calls. Results in rank order are in the order of `ranks`.
 
     Args:
-        ranks: of the job, in the order in which they are numbered in the group.
-        purpose: what this package makes it for. Such a group of all ranks is made without their communicator, so that
-            another thread may make it.
+        ranks: of the job, in the order in which they are numbered in the group; those of a set are sorted.
+        purpose: what this package makes it for, which may be on another thread.
 
     Attributes:
         ranks: as given.
@@ -49,6 +50,7 @@ class Group:
         ArgumentError: `ranks` are not distinct ranks of the job; or some ranks only, with `on_failure="continue"` or
             "replace", which groups do not support.
         NotInitialized: `init()` has not been called.
+        RingError: this process was forked from a rank.
         PeerFailed: another member is gone.
         DeadlockError: members make different groups.
     """
@@ -62,13 +64,12 @@ class Group:
         self._given, self._is_closed = given, False
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._communicator: Communicator | None = None
-        if given == (*range(world.topology.size),) and not purpose:
+        if world.recovers and given == (*range(world.topology.size),) and not purpose:
             self._communicator = world.new_communicator(self.name)
             return
         world.refuse_to_recover("ring_plugins.Group, unless of all ranks in order,")
         if world.topology.rank in given:
-            assert world.meetings is not None
-            gather = partial(world.meetings.gather, self.name, world_ranks)
+            gather = partial(world.meetings.gather, self.name, world_ranks) if world.meetings is not None else None
             self._communicator = world.new_communicator(self.name, world_ranks, gather)
 
     @classmethod
@@ -76,12 +77,13 @@ class Group:
         """Make one group for each color, of the ranks that give it; collective among all ranks.
 
         Args:
-            color: tells the groups apart, such as a number or text. None for no group: an empty one is returned.
+            color: tells the groups apart: equal ones, such as numbers or texts, are one group's. None for no group: an
+                empty one is returned.
             key: ranks of a color are numbered by this, and those of equal keys in the order of the job.
             group: whose ranks are split, by default all. Only its members call then.
 
         Raises:
-            ArgumentError: `color` cannot be compared with others or sent, or `key` is not a number.
+            ArgumentError: `color` cannot be sent, or differs from itself then; or `key` is not a number.
         """
         among = communicator_of(group)
         with rejections_told(among, "Group.split"):
@@ -93,6 +95,11 @@ class Group:
                     f"color={color!r:.60}, key={key!r:.60}: color must be hashable, such as a number or a text, and "
                     "key a whole number."
                 ) from error
+            if not _equals_its_copy(color):
+                raise ArgumentError(
+                    f"color={color!r:.60} does not equal its copy, which is what other ranks get of it, so it cannot "
+                    "tell who is of one group: pass a number or a text."
+                )
         told = among.all_gather_object((color, place), "Group.split")
         order = (current().communicator if group is None else among).ranks
         mine = [(other[1], i) for i, other in enumerate(told) if color is not None and other[0] == color]
@@ -139,8 +146,17 @@ class Group:
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks
 
-    def __deepcopy__(self, _: object) -> Group:
+    def __copy__(self) -> Group:
         return self  # a copied model or callback communicates among the same ranks
+
+    def __deepcopy__(self, _: object) -> Group:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(
+            f"the {self.name} cannot be pickled or sent, since it is a connection among these ranks: pass on "
+            f"{list(self._given)}, and call ring_plugins.Group with these in the ranks, after init()."
+        )
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -161,15 +177,18 @@ class Group:
 
         Raises:
             ArgumentError: this rank is not one of them.
-            RingError: the group has been closed.
+            RingError: the group, or the job that it was made in, has been closed.
         """
         if self._communicator is None:
             raise ArgumentError(
                 f"rank {self._world.topology.rank} is not in the {self.name}, and takes no part in what its members "
                 "do. Call this only where `ring_plugins.rank() in group`."
             )
-        if self._is_closed:
-            raise RingError(f"the {self.name} has been closed.")
+        if self._is_closed or self._world.is_closed:
+            raise RingError(
+                f"rank {self._world.topology.rank} uses the {self.name} after "
+                f"{'it has been closed' if self._is_closed else 'shutdown()'}: make one again, by ring_plugins.Group."
+            )
         return self._communicator
 
     def new_communicator(self, name: str) -> Communicator:
@@ -228,6 +247,8 @@ def root_in(root: int, communicator: Communicator[Any], world: World) -> int:
 
 
 def _checked(ranks: Iterable[int], world: World) -> tuple[int, ...]:
+    if isinstance(ranks, AbstractSet):  # whose order depends on how it was filled
+        ranks = sorted(ranks)
     try:
         given = tuple([-1 if isinstance(rank, bool) else index(rank) for rank in ranks])
     except TypeError:
@@ -236,6 +257,18 @@ def _checked(ranks: Iterable[int], world: World) -> tuple[int, ...]:
     if len(set(given)) != len(given) or not set(given) <= set(range(size)):
         raise ArgumentError(f"ranks={ranks!r:.200} are not distinct ranks of a job of {size}, such as [0, 1].")
     return given
+
+
+def _equals_its_copy(color: Any) -> bool:
+    """Whether other ranks get something that equals `color`; neither NaN does, nor an object without `__eq__`."""
+    try:
+        copied = pickle.loads(pickle.dumps(color))
+    except Exception:
+        return True  # the gathering says why
+    try:
+        return bool(copied == color)
+    except Exception:  # as that of a tensor of several elements
+        return False
 
 
 def _of_mpi(other: Any) -> Sequence[int] | None:

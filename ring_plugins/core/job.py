@@ -76,7 +76,7 @@ class World(Communicators):
         self._pid = os.getpid()
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
-        self.has_left = self._closed = False
+        self.has_left = self.is_closed = False
         self.channel: Channel | None = None
         self.observers: Observers | None = None
         self.meetings: Meetings | None = None
@@ -196,7 +196,7 @@ class World(Communicators):
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one does not join, because of an exception, and close what is open."""
-        self._closed = True
+        self.is_closed = True
         if self.failure_detector is not None:
             self.failure_detector.fail(error)
         if self._monitor is not None:
@@ -305,9 +305,9 @@ class World(Communicators):
 
     def close(self) -> None:
         """Leave the job; peers that still wait for this rank get an error."""
-        if self._closed or not self.is_mine():
+        if self.is_closed or not self.is_mine():
             return
-        self._closed = True
+        self.is_closed = True
         if not self.is_joining:
             self._note_end()
         with contextlib.ExitStack() as steps:  # all of them, the last first, even if a signal's handler raises in one

@@ -28,7 +28,7 @@ def disjoint_groups_are_made_at_once_and_their_members_combine():
     work = ring.all_gather(X[: mine.rank], wait=False, group=mine)
     assert work.wait().tolist() == [rank + 1.0 for place, rank in enumerate(mine.ranks) for _ in range(min(place, 3))]
     mine.close()
-    with pytest.raises(ring.RingError, match="group of ranks? .* has been closed"):
+    with pytest.raises(ring.RingError, match=f"rank {RANK} uses the group of ranks? .* after it has been closed"):
         ring.barrier(group=mine)
 
 
@@ -96,6 +96,22 @@ def further_communicators_are_made_within_the_group():
     assert further.all_gather_object(RANK) == [*mine.ranks]
 
 
+def a_set_is_sorted():
+    apart = [0, 8] if RANK % 2 else [8, 0]  # in one set these two collide, so the first comes first
+    assert ring.Group({rank % SIZE for rank in apart} | {1}).ranks == tuple(sorted({0, 8 % SIZE, 1}))
+
+
+def a_forked_process_makes_none():
+    child = os.fork()
+    if child == 0:
+        try:
+            ring.Group(range(SIZE))
+        except ring.RingError as error:
+            os._exit(int(f"this process was forked from rank {RANK}" not in str(error)))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def different_groups_are_a_deadlock_that_names_both():
     if RANK < 2:
         with pytest.raises(ring.DeadlockError, match=r"rank [01] waits for rank .* in the construction of group of"):
@@ -113,6 +129,8 @@ if __name__ == "__main__":
         a_group_may_have_all_ranks_and_any_order,
         a_split_makes_a_group_of_each_color_in_the_order_of_keys,
         further_communicators_are_made_within_the_group,
+        a_set_is_sorted,
+        a_forked_process_makes_none,
     ]
     run(checks)
     if os.environ.get("TEST_DEADLOCK"):

@@ -1,5 +1,7 @@
 """Groups of ranks: in one process, and `checks_groups.py` on several, on one host and between test hosts."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -56,11 +58,49 @@ def test_what_is_not_a_group_is_rejected(job):
         ring.Group.split([1])
     with pytest.raises(ring.ArgumentError, match="key a whole number"):
         ring.Group.split(1, "first")
+    for color in (float("nan"), object()):  # which would be in no group, and nobody would hear of it
+        with pytest.raises(ring.ArgumentError, match="does not equal its copy, which is what other ranks get of it"):
+            ring.Group.split(color)
+
+
+def test_a_group_is_a_connection_which_copies_share_and_nobody_sends(job):
+    group = ring.Group({0})
+    assert copy.copy(group) is group and copy.deepcopy([group]) == [group]
+    with pytest.raises(ring.ArgumentError, match=r"the group of rank 0 cannot be pickled .* pass on \[0\], and call"):
+        pickle.dumps({"group": group})
+
+
+def test_a_group_ends_with_close_and_with_its_job(job):
+    closed, earlier = ring.Group([0]), ring.Group([0])
+    closed.close()
+    with pytest.raises(
+        ring.RingError, match="rank 0 uses the group of rank 0 after it has been closed: make one again"
+    ):
+        ring.all_reduce(1.0, group=closed)
+    ring.shutdown()
+    ring.init()
+    with pytest.raises(ring.RingError, match=r"rank 0 uses the group of rank 0 after shutdown\(\): make one again"):
+        ring.all_reduce(1.0, group=earlier)
 
 
 def test_a_plugin_reads_the_groups_of_its_framework(job, monkeypatch):
     monkeypatch.setattr(groups, "group_readers", [lambda other: None, lambda other: other["ranks"]])
     assert ring.Group.of({"ranks": [0]}).ranks == (0,)
+
+
+@pytest.mark.slow
+def test_a_group_of_all_ranks_is_named_too_where_others_make_another():
+    script = """
+        import ring_plugins as ring
+        from tests.worker import report
+        ring.init(ranks=2)
+        try:
+            ring.Group([0, 1] if ring.rank() == 0 else [1, 0])
+        except ring.DeadlockError as error:
+            text = "in the construction of group of ranks"
+            report("names", [f"{text} {order}" in str(error) for order in ("0, 1", "1, 0")])
+    """
+    assert run_ranks(script, 2).values("names") == [[True, True]] * 2
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ class Channel:
         peers: the connections, by rank.
         connected: ranks that are connected, as far as `poll` has come.
         leader: the rank to which reports go.
+        is_abandoned: whether this process was forked from the rank.
     """
 
     def __init__(self, rank: int, size: int, rank_zero: RankZero | None = None, connect: Connect | None = None) -> None:
@@ -92,6 +93,7 @@ class Channel:
         self._watcher: Watcher | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing_since = 0.0
+        self.is_abandoned = False
         self._thread = HelperThread(self._run, "ring:channel")
 
     def on(self, kind: str, handler: Handler, at_once: bool = False, droppable: bool = False) -> None:
@@ -212,6 +214,7 @@ class Channel:
 
     def abandon(self) -> None:
         """Close all sockets without a goodbye, as a forked child must."""
+        self.is_abandoned = True
         self._closing_since = self._closing_since or time.monotonic()
         self.peers.abandon()
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ring_plugins.core.base.errors import PeerLeft
+from ring_plugins.core.base.errors import PeerLeft, RingError
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.wait import REASON, Wait
@@ -25,7 +25,16 @@ _Key = tuple[str, tuple[int, ...], int]
 def over_rank_0(
     channel: Channel, ranks: Callable[[], Sequence[int]], what: str, advice: str
 ) -> Callable[[], Sequence[int]]:
-    """`ranks`, for a `Wait` whose messages go over rank 0: raises PeerLeft once that cannot be reached any more."""
+    """`ranks`, for a `Wait` whose messages go over rank 0: raises PeerLeft once that cannot be reached any more.
+
+    Raises:
+        RingError: this process was forked from a rank.
+    """
+    if channel.is_abandoned:
+        raise RingError(
+            f"this process was forked from rank {channel.rank} (a data loader's worker?), and cannot {what}: that is "
+            "for the ranks themselves."
+        )
     cut_off_since = 0.0
 
     def missing() -> Sequence[int]:
@@ -71,13 +80,14 @@ class Meetings:
 
         Raises:
             PeerFailed: one of them is gone, or rank 0 cannot be reached.
+            RingError: this process was forked from a rank.
         """
-        key = name, tuple(ranks), self._before[name, tuple(ranks)]
-        self._before[name, key[1]] += 1
-        self._channel.tell(0, "meets", {"name": name, "ranks": list(ranks), "number": key[2], "item": item})
         others = [rank for rank in ranks if rank != self._channel.rank]
         advice = "Make groups at the start, and let rank 0 stay until all have theirs."
         missing = over_rank_0(self._channel, lambda: others, f"make {name}", advice)
+        key = name, tuple(ranks), self._before[name, tuple(ranks)]
+        self._before[name, key[1]] += 1
+        self._channel.tell(0, "meets", {"name": name, "ranks": list(ranks), "number": key[2], "item": item})
         wait = Wait(f"{name}, meeting {key[2] + 1}", self._failure_detector)
         wait.until(lambda: key in self._over, missing, lambda: f"the construction of {name}", arrival=True)
         return self._over.pop(key)
