@@ -13,13 +13,12 @@ import os
 os.environ.setdefault("RING_VIRTUAL_NODES", "2")
 
 import torch
-from measure import machine, save
+from measure import count_bytes, machine, save
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 import ring_plugins as ring
-from ring_plugins.core.world import current
 from ring_plugins.torch import DistributedOptimizer
 
 RUNS = {
@@ -58,20 +57,6 @@ def train(options: dict[str, object]) -> list[float]:
         losses.append(float(ring.all_reduce(loss.detach())))
     optimizer.close()
     return losses
-
-
-def count_bytes() -> list[int]:
-    """Return a list with one number, the bytes that this rank has sent to other hosts so far."""
-    sent, transport = [0], current()._rendezvous.transport
-    assert transport is not None
-    exchange = transport.exchange
-
-    def counting(outgoing, incoming, tag):
-        sent[0] += sum(array.nbytes for _, array in outgoing)
-        return exchange(outgoing, incoming, tag)
-
-    transport.exchange = counting
-    return sent
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ring_plugins as ring
+from ring_plugins.core.world import current
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -75,6 +76,20 @@ def own() -> float:
             if script in (process / "cmdline").read_bytes():
                 used += sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:15]))
     return used / os.sysconf("SC_CLK_TCK")
+
+
+def count_bytes() -> list[int]:
+    """Return a list with one number, the bytes that this rank has sent to other hosts so far."""
+    sent, transport = [0], current()._rendezvous.transport
+    assert transport is not None
+    exchange = transport.exchange
+
+    def counting(outgoing, incoming, tag):
+        sent[0] += sum(array.nbytes for _, array in outgoing)
+        return exchange(outgoing, incoming, tag)
+
+    transport.exchange = counting
+    return sent
 
 
 STARTED = time.monotonic()

@@ -104,6 +104,15 @@ def expect_averaging(starts_equal: bool = False) -> None:
     atexit.register(_Watch.at_end, watch)
 
 
+def averages_seldom() -> None:
+    """Expect no averages any more: they come, but not every so many steps (torch/local_updates)."""
+    for handle in _handles:
+        handle.remove()
+    _handles.clear()
+    argument_observers.clear()
+    atexit.unregister(_Watch.at_end)
+
+
 class UnusedWatch:
     """A service of rank 0's monitor thread: warns once if no rank communicates, after a while or when the job ends.
 

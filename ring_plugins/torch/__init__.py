@@ -20,6 +20,7 @@ from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.join import join
 from ring_plugins.torch.loaders import ElasticSampler
+from ring_plugins.torch.local_updates import LocalUpdates
 from ring_plugins.torch.optimizer import DistributedOptimizer
 from ring_plugins.torch.sync_batch_norm import SyncBatchNorm
 from ring_plugins.torch.training_state import TrainingState
@@ -33,6 +34,7 @@ __all__ = [
     "DistributedOptimizer",
     "ElasticSampler",
     "GradientAverager",
+    "LocalUpdates",
     "SyncBatchNorm",
     "Timeline",
     "TrainingState",

@@ -565,7 +565,7 @@ def watch_steps() -> None:
     @functools.wraps(unscale)
     def unscale_averages(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, WrappedOptimizer):
-            optimizer.synchronize()
+            optimizer.before_unscale()
         before_use(optimizer, is_step=False)
         return unscale(scaler, optimizer, *args, **kwargs)
 

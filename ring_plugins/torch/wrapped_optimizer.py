@@ -48,6 +48,10 @@ class WrappedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Average gradients that are not averaged yet; nothing to do where others average them."""
 
+    def before_unscale(self) -> None:
+        """A `GradScaler` is about to look at the gradients, and calls `step` only if they are finite."""
+        self.synchronize()
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)

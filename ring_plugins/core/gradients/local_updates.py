@@ -1,0 +1,422 @@
+"""Local updates: hosts train by themselves, and exchange what they have learned every so many steps.
+
+**Problem.** Where a step's gradients take longer to send than to compute, a job waits for its network most of the time.
+
+**Idea** (local SGD, Stich 2018; DiLoCo, Douillard et al. 2023). All begin with equal weights, the *anchor*. Each host
+takes some steps of its own. Then all average the difference of their weights to the anchor, and an *outer optimizer*
+moves the anchor by that: by the average itself, or by SGD with Nesterov's momentum, to which the average is a
+gradient. Everybody goes on from the new anchor. Weights are equal after an exchange, not in between.
+
+**Fragments** (Streaming DiLoCo, Douillard et al. 2025). The weights may be cut into parts that take turns, so that
+fewer bytes go at once. They are cut between cache lines, as codecs need it.
+
+**Who is there.** Before numbers are reduced, the ranks tell each other a few words: which fragment is due, how many
+steps each has taken since its last exchange, and a checksum of the anchor. So averages are weighted by steps, a rank
+that has no more data takes part with the weight 0 until all have ended, hosts of different speeds may exchange by time,
+and anchors that differ are noticed at every exchange. Local steps are never compared, they differ by design.
+
+Numbers that are averaged and not trained, such as statistics of batch normalization, lie behind the others. The outer
+optimizer leaves them alone, and they are not rounded: a variance must not become negative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
+from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError, name_ranks
+from ring_plugins.core.base.log import logger
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.collectives.api import Communicator
+
+#: What `outer="nesterov"` means: it won at 8 to 100 exchanges (docs/slow_networks.md), where the 0.7 and 0.9 of the
+#: literature need hundreds.
+NESTEROV = (0.9, 0.6)
+#: A momentum m remembers 1 / (1 - m) exchanges. It needs so many times these to pay.
+_TIMES_MEMORY = 10
+#: Fewer steps than these between two exchanges tell a momentum little: 8 were worse than one rank alone.
+_FEW_STEPS = 16
+#: Share of the time that the line about the exchanges' time speaks of.
+_SHARE = 0.05
+#: In place of a fragment's number: all of them; and "whatever is due, I have ended".
+_ALL, _ENDED = -1, -2
+#: The exchange after which rank 0 says how long they take; the first ones make connections and buffers.
+_TOLD_AFTER = 3
+
+
+class Settings(NamedTuple):
+    """How ranks exchange; equal on all of them.
+
+    Attributes:
+        every: steps from one exchange of a fragment to the next; 0 if `seconds` count.
+        seconds: the same as time.
+        outer: learning rate and momentum of the outer optimizer; 1 and 0 average.
+        fragments: how many there are.
+        compression: of what is sent between hosts.
+    """
+
+    every: int
+    seconds: float
+    outer: tuple[float, float]
+    fragments: int
+    compression: Compression | None
+
+    @classmethod
+    def checked(
+        cls,
+        every: int | str,
+        outer: Any = "average",
+        fragments: int = 1,
+        compression: Compression | None = None,
+        steps: int | None = None,
+        name: str = "every",
+    ) -> Settings:
+        """What a user asks for.
+
+        Args:
+            every: a number of steps, or a time such as "30s".
+            outer: "average", "nesterov" or a learning rate and a momentum.
+            fragments: how many parts of the weights take turns.
+            compression: of what is sent.
+            steps: how many steps the training has, if that is known.
+            name: what the user calls `every`.
+
+        Raises:
+            ArgumentError: a value is impossible, or they do not suit each other.
+        """
+        by_time = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", every) if isinstance(every, str) else None
+        seconds = float(by_time[1]) if by_time else 0.0
+        if not seconds and not _is_count(every):
+            raise ArgumentError(f'{name}={every!r} must be a number of steps from 1, or a time such as "30s".')
+        pair: Any = {"average": (1.0, 0.0), "nesterov": NESTEROV}.get(outer) if isinstance(outer, str) else outer
+        try:
+            lr, momentum = map(float, pair)
+            is_right = 0 < lr < math.inf and 0 <= momentum < 1
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise ArgumentError(
+                f'outer={outer!r} must be "average", "nesterov" (which is {NESTEROV}), or a learning rate above 0 and '
+                "a momentum from 0 to below 1, such as (0.7, 0.9)."
+            )
+        if not _is_count(fragments):
+            raise ArgumentError(f"fragments={fragments!r} must be a number from 1.")
+        if fragments > 1 and (seconds or int(every) % fragments):
+            raise ArgumentError(
+                f"fragments={fragments} must divide {name}={every!r}, since fragments take turns in equal numbers of "
+                f"steps. Take another of the two{', or a number of steps' if seconds else ''}."
+            )
+        settings = cls(0 if seconds else int(every), seconds, (lr, momentum), int(fragments), compression)
+        if steps is not None and not _is_count(steps):
+            raise ArgumentError(f"steps={steps!r} must be the number of steps of the training, or None.")
+        if steps is not None and settings.every and momentum and steps // settings.every < round(1 / (1 - momentum)):
+            raise ArgumentError(f"{settings.misfit(steps // settings.every)} {name} is {every}, and steps {steps}.")
+        return settings
+
+    def misfit(self, exchanges: float) -> str:
+        """What is wrong with the momentum for so many exchanges of each fragment, and what to do; "" if nothing is."""
+        momentum = self.outer[1]
+        needed = round(_TIMES_MEMORY / (1 - momentum)) if momentum else 0
+        if exchanges < needed:
+            remedy = 'outer="average"' if momentum <= NESTEROV[1] else f'outer={NESTEROV} or "average"'
+            return (
+                f"outer={self.outer} with {exchanges:.0f} exchanges: a momentum of {momentum:g} needs about {needed}, "
+                f"else weights may become worse than those of one host alone. Use {remedy}, or exchange more often."
+            )
+        if momentum and 0 < self.every < _FEW_STEPS:
+            return (
+                f"outer={self.outer} with {self.every} steps between exchanges: a momentum needs {_FEW_STEPS} or more, "
+                'else weights may become worse than those of one host alone. Use outer="average", or exchange less '
+                "often."
+            )
+        return ""
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, np.integer)) and int(value) >= 1
+
+
+class Weights(Protocol):
+    """All numbers of a model in one order, which is the same on all ranks.
+
+    Attributes:
+        dtype: "float32" or "float64", in which they are exchanged.
+        trained: how many an optimizer trains; whole cache lines.
+        averaged: how many are only averaged; they are the last.
+    """
+
+    dtype: str
+    trained: int
+    averaged: int
+
+    def read(self, start: int, out: Array) -> None:
+        """Copy those from `start` on."""
+
+    def write(self, start: int, values: Array) -> None:
+        """Overwrite those from `start` on."""
+
+
+class _Told(NamedTuple):
+    """What a rank says before an exchange.
+
+    Attributes:
+        turn: the fragment that is due, or one of the constants above.
+        since: steps since its last exchange, by fragment.
+        checksum: of what the last exchange gave.
+        team: see `OuterSteps`.
+        pace: seconds of a step; 0 if there was none.
+    """
+
+    turn: int
+    since: tuple[int, ...]
+    checksum: int
+    team: int
+    pace: float
+
+
+class OuterSteps:
+    """Counts the steps of this rank, and exchanges its weights when they are due. All ranks of a communicator make it.
+
+    Args:
+        settings: how.
+        communicator: of all ranks that train the model; nothing else uses it.
+        team: ranks with the same number average every step by other means, and so have equal weights.
+        described: of the model, such as names and shapes; equal on all ranks.
+        planned: how many exchanges of each fragment there will be, if that is known.
+
+    Attributes:
+        steps, exchanges: how many there have been; fragments count by their share.
+        is_idle: whether there is nothing to exchange: all ranks are in one team, and the outer optimizer averages.
+        weights: of the model, once it has begun.
+
+    Raises:
+        MismatchError: settings or models differ.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        communicator: Communicator[Any],
+        team: int,
+        described: Sequence[object] = (),
+        planned: float = math.inf,
+    ) -> None:
+        self._settings, self._communicator, self._team = settings, communicator, team
+        told = communicator.all_gather_object((settings, tuple(described), team), "local updates")
+        (first, weights, _), *others = told
+        for rank, (other, theirs, _) in zip(communicator.ranks[1:], others, strict=True):
+            for name, mine, its in zip(first._fields, first, other, strict=True):
+                self._check_equal(name, mine, its, rank)
+            for i, (mine, its) in enumerate(itertools.zip_longest(weights, theirs)):
+                self._check_equal(f"weight {i} of the model", mine, its, rank)
+        self.is_idle = settings.outer == (1.0, 0.0) and len({one for *_, one in told}) == 1
+        self.steps, self.exchanges = 0, 0.0
+        self.weights: Weights | None = None
+        self._gap = self._left = max(settings.every // settings.fragments, 1)
+        self._turn, self._checksum, self._is_timed = 0, 0, False
+        self._ended, self._steps_then = time.monotonic(), 0
+        found = settings.misfit(planned)
+        if communicator.rank == 0 and found:
+            logger.warning(f"local updates: {found}")
+
+    def _check_equal(self, name: str, first: object, second: object, rank: int) -> None:
+        if first != second:
+            raise MismatchError(
+                f"local updates: {name} is {first} on rank {self._communicator.ranks[0]} and {second} on rank {rank}. "
+                "Give all ranks the same."
+            )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an anchor."""
+        return self.weights is not None
+
+    def begin(self, weights: Weights) -> None:
+        """Take the weights as they are for the anchor: they must be equal on all ranks.
+
+        Raises:
+            ArgumentError: there are more fragments than cache lines.
+        """
+        fragments, line = self._settings.fragments, CACHE_LINE // np.dtype(weights.dtype).itemsize
+        lines = -(-weights.trained // line)
+        if fragments > max(lines, 1):
+            raise ArgumentError(
+                f"fragments={fragments} are more than the {lines} cache lines of the model, which are never cut; use "
+                f"fragments={max(lines, 1)} or less."
+            )
+        self.weights = weights
+        cuts = [lines * i // fragments * line for i in range(fragments)] + [weights.trained]
+        #: By fragment: where it begins, where its trained numbers end, and where it ends.
+        self._cuts = [(*pair, pair[1]) for pair in itertools.pairwise(cuts)]
+        self._cuts[-1] = (*self._cuts[-1][:2], weights.trained + weights.averaged)
+        self._at = [self.steps] * fragments
+        self.anchor = np.empty(self._cuts[-1][2], weights.dtype)
+        weights.read(0, self.anchor)
+        self._velocity = np.zeros(weights.trained if self._settings.outer[1] else 0, weights.dtype)
+        self._work = np.empty(max(end - start for start, _, end in self._cuts), weights.dtype)
+        compression = self._settings.compression
+        self._codecs = [None if compression is None else compression.codec() for _ in range(fragments)]
+        self._ended, self._steps_then = time.monotonic(), self.steps
+
+    # Steps --------------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Count a step of this rank, and exchange what is due."""
+        self.steps += 1
+        self._left -= 1
+        if self._left <= 0 and not self.is_idle:
+            self._meet(self._turn)
+
+    def exchange(self) -> None:
+        """Exchange all fragments now, on all ranks: weights are equal then, and a checkpoint loses no step."""
+        if not self.is_idle:
+            self._meet(_ALL)
+
+    def finish(self) -> None:
+        """Exchange once more when this rank has no more steps, and take part in the others' exchanges until all end."""
+        while not self.is_idle and not self._meet(_ENDED):
+            pass
+        rounds = self.exchanges / self._settings.fragments
+        if self._communicator.rank == 0 and (found := self._settings.misfit(rounds)):
+            logger.warning(f"this training had local updates with {found}")
+
+    def _meet(self, turn: int) -> bool:
+        """Exchange with the other ranks.
+
+        Args:
+            turn: which fragment, or one of the constants above.
+
+        Returns:
+            Whether all ranks have ended.
+        """
+        began, steps = time.monotonic(), self.steps - self._steps_then
+        own = _Told(
+            *(turn, tuple([self.steps - at for at in self._at]), self._checksum, self._team),
+            pace=(began - self._ended) / steps if steps else 0.0,
+        )
+        told: list[_Told] = self._communicator.all_gather_object(own, "local updates")
+        self._check_anchors(told)
+        turns = {one.turn for one in told} - {_ENDED}
+        if len(turns) > 1:
+            raise MismatchError(
+                "local updates: some ranks exchange all of their weights, and others what is due after a step: "
+                f"{[one.turn for one in told]} by rank, where {_ALL} is all. Call exchange() on all ranks after the "
+                "same step."
+            )
+        due, met = max(turns, default=_ALL), time.monotonic()
+        for fragment in range(self._settings.fragments) if due == _ALL else [due]:
+            counts = [one.since[fragment] for one in told]
+            if any(counts):
+                self._exchange(fragment, own.since[fragment] * len(counts) / sum(counts))
+            self._at[fragment] = self.steps
+        start, end = (0, self.anchor.size) if due == _ALL else self._cuts[due][::2]
+        self._checksum = zlib.crc32(self.anchor[start:end].view(np.uint8))
+        self._turn = (due + 1) % self._settings.fragments
+        pace = next(one.pace for one in told if one.team == self._team)
+        if self._settings.seconds and pace:
+            self._gap = max(1, round(self._settings.seconds / pace))
+        self._left = self._gap
+        self._ended, self._steps_then = time.monotonic(), self.steps
+        if steps and not self._is_timed and self.exchanges >= _TOLD_AFTER * self._settings.fragments:
+            self._tell_times(steps, own.pace, self._ended - met)
+        return not turns
+
+    def _exchange(self, fragment: int, weight: float) -> None:
+        """Average a fragment over all ranks, and move its anchor and weights."""
+        assert self.weights is not None
+        start, trained, end = self._cuts[fragment]
+        anchor, work, codec = self.anchor[start:end], self._work[: end - start], self._codecs[fragment]
+        change = work[: trained - start]
+        self.weights.read(start, work)
+        change -= anchor[: change.size]
+        if weight != 1:
+            work *= weight
+        if codec is not None:
+            codec.begin(work, trained - start)
+        self._communicator.all_reduce(HostMemory(work, self.weights.dtype), Op.AVERAGE, codec)
+        lr, momentum = self._settings.outer
+        if momentum:  # as torch.optim.SGD(nesterov=True), where -change is the gradient
+            velocity = self._velocity[start:trained]
+            velocity *= momentum
+            velocity += change
+            change += momentum * velocity
+        if lr != 1:
+            change *= lr
+        change += anchor[: change.size]
+        np.copyto(anchor, work)
+        self.weights.write(start, anchor)
+        self.exchanges += 1
+
+    def _check_anchors(self, told: Sequence[_Told]) -> None:
+        checksums = [one.checksum for one in told]
+        if len(set(checksums)) > 1:
+            most = max(checksums, key=checksums.count)
+            odd = [rank for rank, one in zip(self._communicator.ranks, checksums, strict=True) if one != most]
+            raise DriftError(
+                f"local updates: after {self.exchanges:g} exchanges the anchors of {name_ranks(odd)} differ from the "
+                "others'. They have loaded another checkpoint, or have a memory error. Continue from a checkpoint on "
+                "all ranks."
+            )
+
+    def _tell_times(self, steps: int, pace: float, seconds: float) -> None:
+        """Say how long an exchange takes, once."""
+        self._is_timed = True
+        if self._communicator.rank == 0 and pace:
+            every = max(1, math.ceil(seconds * (1 / _SHARE - 1) / pace)) * self._settings.fragments
+            logger.info(
+                f"local updates: {steps} steps took {steps * pace:.2f} s and their exchange {seconds:.2f} s; with "
+                f"{every} steps between exchanges they would take {_SHARE:.0%} of the time."
+            )
+
+    # The anchor ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Inside the context the model has the anchor's weights, which are equal on all ranks; no rank waits."""
+        if self.weights is None:
+            yield
+            return
+        own = np.empty_like(self.anchor)
+        self.weights.read(0, own)
+        self.weights.write(0, self.anchor)
+        try:
+            yield
+        finally:
+            self.weights.write(0, own)
+
+    def state(self) -> dict[str, Any]:
+        """The anchor, the outer optimizer's velocity and the number of exchanges; {} before the first step."""
+        if self.weights is None:
+            return {}
+        return {"anchor": self.anchor.copy(), "velocity": self._velocity.copy(), "exchanges": self.exchanges}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from such a state, the same on all ranks: the anchor becomes the weights, and a round begins.
+
+        Raises:
+            ArgumentError: it is of another model, or of an outer optimizer without momentum while this one has some.
+        """
+        if self.weights is None:
+            raise RingError("local updates: begin() before load().")
+        for name, own in (("anchor", self.anchor), ("velocity", self._velocity)):
+            if state[name].size != own.size:
+                raise ArgumentError(
+                    f"the state of local updates has {state[name].size} numbers in its {name}, and here are "
+                    f"{own.size}: it is of another model, or of another kind of outer=."
+                )
+            np.copyto(own, state[name])
+        self.exchanges = float(state["exchanges"])
+        self._at = [self.steps] * len(self._at)
+        self._turn, self._left, self._checksum = 0, self._gap, zlib.crc32(self.anchor.view(np.uint8))
+        self.weights.write(0, self.anchor)

@@ -1,0 +1,286 @@
+"""Local updates for plain torch loops: the schedule and the outer optimizer are the core's (core/gradients).
+
+Inside a host, this is a `DistributedOptimizer` of the host's ranks. So what that offers works here: accumulation,
+skipped steps, a sharded optimizer. Between hosts, weights are exchanged over a communicator of all ranks: it sums
+inside a host first, and each rank sends a slice of what its host has to send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ring_plugins.core.arrays.codec import CodecName, Compression
+from ring_plugins.core.arrays.memory import CACHE_LINE
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.types import Array
+from ring_plugins.core.gradients.local_updates import OuterSteps, Settings
+from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.core.world import constructed_by_all, current
+from ring_plugins.observe.averaging_check import averages_seldom
+from ring_plugins.observe.consistency import differing_weights
+from ring_plugins.torch.consistency import parameter_checksums
+from ring_plugins.torch.optimizer import DistributedOptimizer
+from ring_plugins.torch.sharded_optimizer import Shard
+from ring_plugins.torch.skipped_steps import SkippableStep
+
+
+class LocalUpdates(DistributedOptimizer):
+    """An optimizer for slow networks: averages gradients inside each host, and weights between hosts every few steps.
+
+    See docs/slow_networks.md for what that costs and when not to use it. Call `finish()` after the last step. Inside
+    `at_anchor()` the model has the weights that all ranks have in common, for validation and checkpoints.
+
+    Args:
+        optimizer: any torch optimizer; its state, such as Adam's moments, stays each host's own.
+        named_parameters: the model, whose floating-point buffers (statistics of batch normalization) are averaged with
+            the weights; or `model.named_parameters()`, without buffers. Equal on all ranks.
+        every: steps between exchanges, or a time such as "30s". Then each host takes as many steps as it can, and its
+            weights count by these.
+        outer: what an exchange does: "average" takes the average of the weights. (lr, momentum) takes the average
+            change for a gradient of SGD with Nesterov's momentum; "nesterov" is (0.9, 0.6). A momentum m needs about
+            10 / (1 - m) exchanges.
+        fragments: parts of the weights that take turns, so that fewer bytes go at once; a divisor of `every`.
+        compression: "int8", "bf16" or "fp16" sends fewer bits between hosts, as for `GradientAverager`.
+        error_feedback: whether the rounding error of an exchange is added to the next; None: with "int8" only.
+        within_host: False lets each rank take steps of its own, on one host too.
+        steps: steps of the whole training, if known; then `outer` is checked against the number of exchanges.
+        backward_passes_per_step, sparse, drift_check_every, shard, overlap: of the averages inside a host, as of
+            `DistributedOptimizer`.
+        group: whose ranks train the model, by default all; only these construct it.
+
+    Raises:
+        ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure`.
+        MismatchError: arguments or parameters differ among ranks.
+    """
+
+    #: Whether a `GradScaler` has looked at the gradients of a step that has not come.
+    _is_unscaled = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]] | None = None,
+        *,
+        every: int | str = 64,
+        outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
+        fragments: int = 1,
+        compression: CodecName | None = None,
+        error_feedback: bool | None = None,
+        within_host: bool = True,
+        steps: int | None = None,
+        backward_passes_per_step: int = 1,
+        sparse: Literal["gather", "densify"] = "gather",
+        drift_check_every: int | None = None,
+        shard: Shard = False,
+        overlap: bool | Literal["auto"] = "auto",
+        group: Group | None = None,
+    ) -> None:
+        world, members = current(), communicator_of(group)
+        with constructed_by_all("the construction of LocalUpdates", members):
+            world.refuse_to_recover("LocalUpdates")
+            settings = Settings.checked(every, outer, fragments, Compression.named(compression, error_feedback), steps)
+            if not isinstance(optimizer, Optimizer):
+                raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
+            self._buffers = _floating_buffers(named_parameters) if isinstance(named_parameters, nn.Module) else {}
+            named = named_parameters.named_parameters() if isinstance(named_parameters, nn.Module) else named_parameters
+            named = None if named is None else list(named)
+            weights = [p for one in optimizer.param_groups for p in one["params"]]
+            described: list[object] = [(tuple(p.shape), str(p.dtype)) for p in weights]
+            described += [(name, tuple(buffer.shape)) for name, buffer in self._buffers.items()]
+        own = world.topology
+        team = own.node_rank if within_host else own.rank
+        self._exchanges_over = (group or world).new_communicator("local updates")
+        planned = steps / settings.every if steps is not None and settings.every else math.inf
+        self._outer = OuterSteps(settings, self._exchanges_over, team, described, planned)
+        self._team = Group.split(team, group=group)
+        super().__init__(
+            optimizer,
+            named,
+            backward_passes_per_step=backward_passes_per_step,
+            sparse=sparse,
+            drift_check_every=drift_check_every,
+            shard=shard,
+            overlap=overlap,
+            group=self._team,
+        )
+
+    # Steps --------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the averages of this host, and exchange weights if that is due.
+
+        Args:
+            closure: as for `DistributedOptimizer.step`, among the ranks of this host.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            MismatchError: before the first step, if the weights differ among ranks.
+            DriftError: at an exchange, if the weights that ranks had in common differ.
+            RingError: parameters were added or replaced after the first step.
+        """
+        self._begin()
+        result = super().step(closure)
+        self._is_unscaled = False
+        self._outer.after_step()
+        return result
+
+    def _begin(self) -> None:
+        """Take the anchor before the first step: until then a script may load or broadcast weights."""
+        if self.averager.is_closed or self._outer.has_begun or self._outer.is_idle:
+            return
+        named = self._named()
+        if found := differing_weights(
+            lambda: parameter_checksums(named), "before the first step", self._exchanges_over
+        ):
+            raise MismatchError(
+                f"{found} Local updates begin with equal weights: call ring_plugins.torch.broadcast_parameters(model)."
+            )
+        self._outer.begin(FlatWeights([parameter for _, parameter in named], [*self._buffers.values()]))
+        averages_seldom()
+
+    def _take_new_parameters(self) -> bool:
+        before = self._averaged_parameters
+        is_changed = super()._take_new_parameters()
+        if is_changed and self._outer.has_begun:
+            raise RingError(
+                f"LocalUpdates: the optimizer has {len(self._averaged_parameters)} parameters now, and had "
+                f"{len(before)} or others in its first step. Call finish() and close(), and build a new one on all "
+                "ranks."
+            )
+        return is_changed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._count_skipped()
+        super().zero_grad(set_to_none)
+
+    def before_unscale(self) -> None:
+        self._count_skipped()
+        self._begin()
+        super().before_unscale()
+        self._is_unscaled = True
+
+    def _count_skipped(self) -> None:
+        """Count a step that a `GradScaler` has left out: other hosts have taken it."""
+        if self._is_unscaled:
+            self._is_unscaled = False
+            self._outer.after_step()
+
+    @contextlib.contextmanager
+    def skip_step_on(self, *exceptions: type[BaseException]) -> Iterator[SkippableStep]:
+        """As of `DistributedOptimizer`, for the ranks of this host; the others take the step."""
+        with super().skip_step_on(*exceptions) as step:
+            yield step
+        if step.skipped:
+            self._begin()
+            self._outer.after_step()
+
+    # Exchanges ----------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Exchange all weights now; collective, after the same step of all ranks. A checkpoint then loses no step."""
+        self._count_skipped()
+        self._begin()
+        self._outer.exchange()
+
+    def finish(self) -> None:
+        """Exchange for the last time, after the last step of this rank. Collective.
+
+        A rank that has fewer steps waits in it, and takes part in the others' exchanges without a weight of its own.
+        """
+        self._count_skipped()
+        self._begin()
+        self._outer.finish()
+
+    def at_anchor(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model have the weights of the last exchange inside the context, which are equal on all ranks."""
+        return self._outer.at_anchor()
+
+    @property
+    def exchanges(self) -> float:
+        """Exchanges so far, of all fragments."""
+        return self._outer.exchanges
+
+    # State --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under "local_updates" the anchor and the outer optimizer's velocity."""
+        state = super().state_dict()
+        if outer := self._outer.state():
+            state["local_updates"] = {
+                name: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in outer.items()
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it, the same on all ranks; the anchor becomes the weights of the model. Load the model before this."""
+        outer = state_dict.get("local_updates")
+        super().load_state_dict({name: one for name, one in state_dict.items() if name != "local_updates"})
+        if outer is not None:
+            if not self._outer.has_begun:
+                self._outer.begin(FlatWeights([p for _, p in self._named()], [*self._buffers.values()]))
+            self._outer.load({name: np.asarray(one) for name, one in outer.items()})
+
+    def __repr__(self) -> str:
+        return f"LocalUpdates({self.optimizer!r})"
+
+    def close(self) -> None:
+        super().close()
+        self._exchanges_over.close()
+        self._team.close()
+
+
+def _floating_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in model.named_buffers() if one.is_floating_point() and one.numel()}
+
+
+class FlatWeights:
+    """The numbers of tensors one after the other, in the order of their dimensions: the core's `Weights`.
+
+    Args:
+        trained: parameters, on whatever device.
+        averaged: buffers.
+    """
+
+    def __init__(self, trained: Sequence[torch.Tensor], averaged: Sequence[torch.Tensor]) -> None:
+        both = [*trained, *averaged]
+        is_double = any(one.dtype in (torch.float64, torch.complex128) for one in both)
+        self.dtype, self._dtype = ("float64", torch.float64) if is_double else ("float32", torch.float32)
+        parts = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in trained]
+        line = CACHE_LINE // self._dtype.itemsize
+        parts.append(torch.zeros(-sum(one.numel() for one in parts) % line))  # so that the others begin on a line
+        self.trained = sum(one.numel() for one in parts)
+        parts += [one.detach() for one in averaged]
+        self.averaged = sum(one.numel() for one in averaged)
+        self._parts = parts
+
+    def _pieces(self, start: int, array: Array) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+        """Tensors of which a stretch has some, which of their numbers, and these numbers' place in `array`."""
+        begin, values = 0, torch.from_numpy(array)
+        for part in self._parts:
+            first, last = max(start - begin, 0), min(start + array.size - begin, part.numel())
+            if first < last:
+                yield part, slice(first, last), values[begin + first - start : begin + last - start]
+            begin += part.numel()
+
+    def read(self, start: int, out: Array) -> None:
+        for part, where, values in self._pieces(start, out):
+            values.copy_(part.reshape(-1)[where])
+
+    def write(self, start: int, values: Array) -> None:
+        for part, where, new in self._pieces(start, values):
+            if part.is_contiguous():
+                part.view(-1)[where].copy_(new)
+            else:
+                flat = part.reshape(-1)  # a copy
+                flat[where].copy_(new)
+                part.copy_(flat.view(part.shape))

@@ -1,0 +1,257 @@
+"""The schedule and the arithmetic of local updates, on ranks that are threads of this process."""
+
+import contextlib
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError
+from ring_plugins.core.gradients.local_updates import OuterSteps, Settings
+
+LINE = 16
+
+
+class Meeting:
+    """Where ranks that are threads exchange objects."""
+
+    def __init__(self, size):
+        self.barrier, self.items = threading.Barrier(size, timeout=20), [None] * size
+
+    def gather(self, rank, item):
+        self.items[rank] = item
+        self.barrier.wait()
+        found = list(self.items)
+        self.barrier.wait()
+        return found
+
+
+class Threads:
+    """A communicator of one of these ranks."""
+
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.items)
+        self.ranks, self.sent = (*range(self.size),), []
+
+    def all_gather_object(self, item, purpose=""):
+        return self.meeting.gather(self.rank, item)
+
+    def all_reduce(self, memory, op, codec=None):
+        self.sent.append(memory.array.size)
+        memory.array[:] = np.mean(self.meeting.gather(self.rank, memory.array.copy()), axis=0, dtype=np.float64)
+
+
+class Numbers:
+    """Weights that are one array."""
+
+    dtype = "float32"
+
+    def __init__(self, trained, averaged=0):
+        self.trained, self.averaged = trained, averaged
+        self.array = np.zeros(trained + averaged, np.float32)
+
+    def read(self, start, out):
+        out[:] = self.array[start : start + out.size]
+
+    def write(self, start, values):
+        self.array[start : start + values.size] = values
+
+
+def on_ranks(size, function):
+    """Call `function(communicator)` on threads; return results or exceptions by rank."""
+    meeting, found = Meeting(size), [None] * size
+
+    def work(rank):
+        try:
+            found[rank] = function(Threads(meeting, rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def trained(settings, steps, numbers=2 * LINE, averaged=0, team=None):
+    """A function that adds the rank plus 1 in each of `steps(rank)` steps, and then ends."""
+
+    def work(communicator):
+        rank, weights = communicator.rank, Numbers(numbers, averaged)
+        outer = OuterSteps(settings, communicator, rank if team is None else team)
+        outer.begin(weights)
+        history = []
+        for _ in range(steps(rank)):
+            weights.array += rank + 1
+            outer.after_step()
+            history.append(weights.array.copy())
+        outer.finish()
+        return outer, weights.array, history, communicator.sent
+
+    return work
+
+
+def test_weights_are_averaged_every_so_many_steps():
+    found = on_ranks(2, trained(Settings.checked(2), lambda rank: 5))
+    for rank, (outer, weights, history, sent) in enumerate(found):
+        assert [one[0] for one in history] == [rank + 1, 3, 3 + rank + 1, 6, 6 + rank + 1]
+        assert (weights == 7.5).all()
+        assert (outer.exchanges, outer.steps, sent) == (3, 5, [2 * LINE] * 3)
+
+
+def test_fragments_take_turns_and_are_cut_between_cache_lines():
+    found = on_ranks(2, trained(Settings.checked(2, fragments=2), lambda rank: 2, 3 * LINE, 5))
+    for rank, (_, weights, history, sent) in enumerate(found):
+        assert [history[0][i] for i in (0, LINE - 1, LINE)] == [1.5, 1.5, rank + 1]
+        assert [history[1][i] for i in (0, LINE, -1)] == [1.5 + rank + 1, 3, 3]
+        assert (weights == 3).all()
+        assert sent == [LINE, 2 * LINE + 5, LINE]  # the last fragment has nothing new at the end
+
+
+def test_averages_are_weighted_by_steps_and_ranks_that_have_ended_follow():
+    """Rank 0 ends after a step. Its weight is 1 to rank 1's 2 in the first exchange, and 0 later."""
+    found = on_ranks(2, trained(Settings.checked(2), lambda rank: 1 + 3 * rank))
+    for _, weights, _, _ in found:
+        assert weights[0] == pytest.approx((1 * 1 + 2 * 4) / 3 + 4)
+    assert found[0][0].exchanges == found[1][0].exchanges == 2
+
+
+def test_nesterov_moves_the_anchor_and_statistics_are_only_averaged():
+    found = on_ranks(2, trained(Settings.checked(1, (0.5, 0.8)), lambda rank: 2, LINE, 1))
+    first = 0.5 * (1.5 + 0.8 * 1.5)
+    second = first + 0.5 * (1.5 + 0.8 * (0.8 * 1.5 + 1.5))
+    for _, weights, history, _ in found:
+        assert history[0][0] == pytest.approx(first)
+        assert history[1][0] == weights[0] == pytest.approx(second)
+        assert history[0][-1] == 1.5
+        assert weights[-1] == 3
+
+
+def test_one_team_that_averages_is_idle_and_a_momentum_is_not():
+    for outer, exchanges in (("average", 0), ("nesterov", 3)):
+        (found, _, _, sent), _ = on_ranks(2, trained(Settings.checked(1, outer), lambda rank: 3, team=0))
+        assert (found.is_idle, found.exchanges, len(sent)) == (not exchanges, exchanges, exchanges)
+
+
+def test_the_model_has_the_anchor_inside_a_context():
+    def work(communicator):
+        outer, weights = OuterSteps(Settings.checked(2), communicator, communicator.rank), Numbers(LINE)
+        with outer.at_anchor():  # nothing has begun
+            pass
+        outer.begin(weights)
+        weights.array += 5
+        inside = []
+        with contextlib.suppress(ZeroDivisionError), outer.at_anchor():
+            inside.append(weights.array.any())
+            _ = 1 / 0
+        assert inside == [False]
+        assert (weights.array == 5).all()
+
+    assert on_ranks(2, work) == [None, None]
+
+
+def test_a_state_restores_anchor_and_velocity():
+    def work(communicator):
+        settings = Settings.checked(2, (0.9, 0.6))
+        outer, weights = OuterSteps(settings, communicator, communicator.rank), Numbers(LINE)
+        assert outer.state() == {}
+        outer.begin(weights)
+        results: list[tuple[object, float]] = []
+        kept: dict[str, object] = {}
+        for again in range(2):
+            if again:
+                outer.load(kept)
+            for step in range(4):
+                weights.array += communicator.rank + step
+                outer.after_step()
+                if step == 1 and not again:
+                    kept = outer.state()
+            results.append((weights.array.copy(), kept["anchor"][0]))
+        return results
+
+    for (first, anchor), (second, _) in on_ranks(2, work):
+        assert 0 < anchor < first[0]
+        assert second[0] > first[0]  # two rounds more
+
+
+def test_all_ranks_hear_of_different_settings_models_and_anchors():
+    every = on_ranks(3, lambda one: OuterSteps(Settings.checked(4 + 4 * (one.rank == 2)), one, one.rank))
+    assert {str(error) for error in every} == {
+        "local updates: every is 4 on rank 0 and 8 on rank 2. Give all ranks the same."
+    }
+    models = on_ranks(2, lambda one: OuterSteps(Settings.checked(4), one, one.rank, ["a", "b"][: 2 - one.rank]))
+    assert all("weight 1 of the model is b on rank 0 and None on rank 1" in str(error) for error in models)
+
+    def drift(communicator):
+        outer, weights = OuterSteps(Settings.checked(1), communicator, communicator.rank), Numbers(LINE)
+        outer.begin(weights)
+        outer.after_step()
+        outer.load(outer.state() | {"anchor": np.full(LINE, communicator.rank // 2, np.float32)})
+        outer.after_step()
+
+    for error in on_ranks(3, drift):
+        assert isinstance(error, DriftError)
+        assert "after 1 exchanges the anchors of rank 2 differ" in str(error)
+
+    def kinds(communicator):
+        outer = OuterSteps(Settings.checked(1), communicator, communicator.rank)
+        outer.begin(Numbers(LINE))
+        (outer.exchange if communicator.rank else outer.after_step)()
+
+    for error in on_ranks(2, kinds):
+        assert isinstance(error, MismatchError)
+        assert "Call exchange() on all ranks after the same step" in str(error)
+
+
+def test_hosts_take_steps_by_their_speed_where_exchanges_go_by_time():
+    """Two ranks of a team, whose first one's pace counts for both, and a slower one."""
+
+    def work(communicator):
+        outer = OuterSteps(Settings.checked("1 s"), communicator, communicator.rank // 2)
+        outer.begin(Numbers(LINE))
+        outer._ended -= (0.01, 0.5, 0.1)[communicator.rank]  # what the first step took
+        outer.after_step()
+        return outer._gap
+
+    fast, same, slow = on_ranks(3, work)
+    assert fast == same
+    assert 9 < fast <= 100
+    assert slow <= 10
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 2.0, None, "", "30", "0s", "1h", [1]])
+def test_an_interval_is_a_number_of_steps_or_a_time(every):
+    with pytest.raises(ArgumentError, match="sync_every=.* must be a number of steps from 1, or a time"):
+        Settings.checked(every, name="sync_every")
+
+
+@pytest.mark.parametrize(
+    "outer", ["sgd", (0, 0.5), (1.0, 1.0), (1.0, -0.1), (float("nan"), 0), 1, (1,), None, (1, 2, 3)]
+)
+def test_an_outer_optimizer_is_named_or_two_numbers(outer):
+    with pytest.raises(ArgumentError, match=r'outer=.* must be "average", "nesterov"'):
+        Settings.checked(4, outer)
+
+
+@pytest.mark.parametrize("fragments", [0, True, 1.5, "2", 3, 8])
+def test_fragments_divide_the_interval(fragments):
+    with pytest.raises(ArgumentError, match=f"fragments={fragments!r} must"):
+        Settings.checked(4, fragments=fragments)
+
+
+def test_settings_that_do_not_suit_each_other_are_told(caplog):
+    assert Settings.checked(np.int64(4), compression=Compression("int8", True)).every == 4
+    with pytest.raises(ArgumentError, match=r"with 9 exchanges: .* about 100, .* every is 10, and steps"):
+        Settings.checked(10, (0.7, 0.9), steps=99)
+    settings = Settings.checked(32, (0.7, 0.9), steps=999)
+    assert "with 31 exchanges" in settings.misfit(31)
+    assert not settings.misfit(100)
+    assert not Settings.checked(8, "average", steps=8).misfit(1)
+    assert "with 8 steps between exchanges" in Settings.checked(8, "nesterov").misfit(500)
+    with caplog.at_level(logging.WARNING, "ring_plugins"):
+        on_ranks(1, lambda one: OuterSteps(settings, one, 0, planned=31))
+    assert [one.message[:49] for one in caplog.records] == ["local updates: outer=(0.7, 0.9) with 31 exchanges"]

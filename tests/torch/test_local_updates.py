@@ -1,0 +1,144 @@
+"""Local updates: `checks_local_updates.py` on several ranks, and what one process can see."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ring_plugins as ring
+from ring_plugins.torch import LocalUpdates
+from ring_plugins.torch.local_updates import FlatWeights
+from tests.launch import run_ranks
+
+CHECKS = Path(__file__).with_name("checks_local_updates.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("started_by", "processes", "nodes"),
+    [
+        ("exported", 4, "2"),
+        ("exported", 3, "1,2"),
+        ("exported", 5, "1,1,3"),
+        pytest.param("mpirun", 3, "1,1,1", marks=pytest.mark.mpi),
+        ("spawned", 2, ""),
+        ("spawned", 1, ""),
+    ],
+)
+def test_local_updates(started_by, processes, nodes):
+    env = {"RING_VIRTUAL_NODES": nodes} if nodes else {}
+    result = run_ranks(CHECKS, processes, started_by, env=env, timeout=300)
+    for rank in range(processes):
+        assert {*result.reports[rank].values()} == {"ok"}
+    assert "averaged in" not in result.output
+
+
+@pytest.fixture
+def job():
+    ring.init()
+    yield
+    ring.shutdown()
+
+
+def made(model=None, **options):
+    model = nn.Linear(3, 2) if model is None else model
+    return LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every=0 must be a number of steps from 1, or a time"),
+        ({"every": "fast"}, "every='fast' must be"),
+        ({"fragments": 3}, "fragments=3 must divide every=64"),
+        ({"every": "30s", "fragments": 2}, "fragments=2 must divide every='30s'.* or a number of steps"),
+        ({"outer": (0.7, 1.0)}, r"outer=\(0.7, 1.0\) must be"),
+        ({"outer": (0.7, 0.9), "steps": 300}, "with 4 exchanges: a momentum of 0.9 needs about 100.*steps 300"),
+        ({"steps": 0}, "steps=0 must be"),
+        ({"compression": "int4"}, "compression='int4' must be"),
+        ({"error_feedback": True}, "error_feedback=True needs compression"),
+        ({"group": [0]}, "is not a ring_plugins.Group"),
+    ],
+)
+def test_bad_arguments(job, options, text):
+    with pytest.raises(ring.ArgumentError, match=text):
+        made(**options)
+
+
+def test_more_fragments_than_cache_lines(job):
+    optimizer = made(nn.Linear(10, 3), every=64, fragments=4, outer="nesterov")
+    with pytest.raises(ring.ArgumentError, match=r"fragments=4 are more than the 3 cache lines .* use fragments=3 or"):
+        optimizer.step()
+
+
+def test_one_host_that_averages_has_nothing_to_exchange(job):
+    model = nn.Linear(3, 2)
+    optimizer = made(model, every=1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.exchange()
+    with optimizer.at_anchor():
+        optimizer.finish()
+    assert optimizer.exchanges == 0
+    assert "local_updates" not in optimizer.state_dict()
+    optimizer.close()
+
+
+def test_an_outer_optimizer_may_work_for_one_rank_alone(job):
+    """Nesterov's momentum as torch's SGD has it, with the change of the weights for a gradient."""
+    model, anchor = nn.Linear(3, 2), nn.Linear(3, 2)
+    anchor.load_state_dict(model.state_dict())
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = made(model, every=2, outer=(0.7, 0.9))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), float(step))).square().sum().backward()
+        before = [one.detach().clone() for one in model.parameters()]
+        gradients = [one.grad for one in model.parameters()]
+        optimizer.step()
+        if step % 2:
+            for mine, kept, old, gradient in zip(
+                model.parameters(), anchor.parameters(), before, gradients, strict=True
+            ):
+                kept.grad = kept.detach() - (old - 0.1 * gradient)
+                mine.detach()
+            outer.step()
+            torch.testing.assert_close(list(model.parameters()), list(anchor.parameters()))
+    assert optimizer.exchanges == 3
+    optimizer.close()
+
+
+def test_parameters_that_come_later_are_an_error(job):
+    model = nn.Linear(3, 2)
+    optimizer = made(model, outer="nesterov")
+    optimizer.step()
+    with pytest.raises(ring.RingError, match=r"has 3 parameters now, and had 2"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.close()
+
+
+def test_a_state_of_another_model_is_an_error(job):
+    optimizer, other = made(outer="nesterov"), made(nn.Linear(30, 2), outer="nesterov")
+    optimizer.step()
+    other.step()
+    state = other.state_dict() | {"local_updates": optimizer.state_dict()["local_updates"]}
+    with pytest.raises(ring.ArgumentError, match="has 16 numbers in its anchor, and here are 64"):
+        other.load_state_dict(state)
+
+
+def test_numbers_of_all_layouts_come_back_as_they_were():
+    whole = torch.arange(48.0).reshape(2, 3, 2, 4).to(memory_format=torch.channels_last)
+    parts = [whole, torch.tensor([1 + 2j, 3 + 4j]), torch.ones(5, dtype=torch.bfloat16)]
+    weights = FlatWeights(parts, [torch.full((3,), 7.0)])
+    assert (weights.dtype, weights.trained, weights.averaged) == ("float32", 64, 3)
+    found = np.zeros(67, np.float32)
+    weights.read(0, found)
+    assert found.tolist() == [*range(48), 1, 2, 3, 4, *[1] * 5, *[0] * 7, 7, 7, 7]
+    weights.write(40, found[40:50] + 1)
+    assert whole.flatten()[38:].tolist() == [38, 39, *range(41, 49)]
+    assert parts[1].tolist() == [2 + 3j, 3 + 4j]
+    piece = np.zeros(4, np.float32)
+    weights.read(46, piece)
+    assert piece.tolist() == [47, 48, 2, 3]
