@@ -113,7 +113,8 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         averaging = averaging_of(optimizer)
         if averaging is not None:
             averaging.check_fits(shard_optimizer, group)
-        if ranks.size > 1 and averaging is None:
+        # A process that is to join is alone until then, but has to make what the others have.
+        if averaging is None and (ranks.size > 1 or current().replaces):
             options = bucket_bytes, compression, error_feedback, overlap
             averaging = GradientAveraging(optimizer, *options, shard_optimizer, group)
             forget_compiled_steps(optimizer)

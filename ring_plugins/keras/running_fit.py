@@ -92,7 +92,33 @@ def call_when_over(callback: Any, undo: Callable[[], None]) -> weakref.finalize[
 def _when_freed(callbacks: Any, undo: Callable[[], None]) -> weakref.finalize[..., Any]:
     finalizer = weakref.finalize(callbacks, undo)
     finalizer.atexit = False  # type: ignore[misc, unused-ignore] # at exit the other ranks learn how this one ended
+    _finalizers.setdefault(callbacks, []).append(finalizer)
     return finalizer
+
+
+#: By list of callbacks, what `_when_freed` was asked for.
+_finalizers: weakref.WeakKeyDictionary[Any, list[weakref.finalize[..., Any]]] = weakref.WeakKeyDictionary()
+_ends_on_all = False
+
+
+def end_on_all() -> None:
+    """Undo now what callbacks do when the running `fit` is over: an exception is to end it here, on all ranks alike.
+
+    The other ranks need not be told of it, and keep the memory and communicators of the script's own optimizers.
+    """
+    global _ends_on_all
+    frame = _fit_above(sys._getframe(1))
+    _ends_on_all = True
+    try:
+        for finalizer in [] if frame is None else _finalizers.get(frame.f_locals["callbacks"], []):
+            finalizer()
+    finally:
+        _ends_on_all = False
+
+
+def ends_on_all() -> bool:
+    """Whether `end_on_all` is ending the `fit`, and not an exception on some ranks."""
+    return _ends_on_all
 
 
 def _append(callbacks: Any, added: Any, model: Any) -> None:
@@ -271,6 +297,8 @@ class _Watch(keras.callbacks.Callback):
         if self not in _watching:
             return
         _watching.discard(self)
+        if _ends_on_all:
+            return
         tell_interrupted(self.averaging.communicators())
         self.averaging.release()
         self._model.train_function = None  # traced with the averaging; the next fit makes both anew

@@ -31,7 +31,7 @@ from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, options_of, rates_of
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.joining import joined_between_fits, place_of_fit, share_state
-from ring_plugins.keras.running_fit import enclosing_list, tell_interrupted
+from ring_plugins.keras.running_fit import enclosing_list, ends_on_all, tell_interrupted
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
     average_variables,
@@ -369,9 +369,10 @@ class SynchronizedFit:
         """
         if not self._is_running:
             return
-        self._tell_interrupted(MismatchError(self._stop.mismatch) if self._stop.mismatch else None)
-        for averaging in averagings_of(self._model):  # those that the script itself has distributed stay installed
-            averaging.release()
+        if not ends_on_all():
+            self._tell_interrupted(MismatchError(self._stop.mismatch) if self._stop.mismatch else None)
+            for averaging in averagings_of(self._model):  # those that the script itself has distributed stay installed
+                averaging.release()
         self._restore()
 
     def _restore(self) -> None:

@@ -9,9 +9,11 @@ import keras
 import ring_plugins as ring
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.world import current
+from ring_plugins.horovod.common.exceptions import HostsUpdatedInterrupt
 from ring_plugins.horovod.elastic import State, run
 from ring_plugins.keras.averaging import averaging_of
 from ring_plugins.keras.joining import joined_between_fits, kind_of_state, share_state
+from ring_plugins.keras.running_fit import end_on_all
 from ring_plugins.keras.state import broadcast_all, build_optimizer, optimizers_among, state_and_seeds, value_of
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -60,6 +62,21 @@ class KerasState(State):
             joined_between_fits.append(current())  # processes join in `commit`, not where `fit` would let them
             for averaging in filter(None, map(averaging_of, optimizers_among(self._parts()))):
                 averaging.prepare(averaging.variables)  # which the others have made by then, in the same order
+
+    def check_host_updates(self) -> None:
+        """`commit()`."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:  # on all ranks
+            end_on_all()
+            raise
+
+    def _let_join(self, added: bool) -> bool:
+        elastic = current().elastic
+        if elastic.is_pending or (added and elastic.pending):
+            end_on_all()  # the new process has nothing of what callbacks have made
+            self._view = -1  # so the function begins again, also if it cannot join after all
+        return super()._let_join(added)
 
     def sync(self) -> None:
         """Give all ranks the variables and values of rank 0."""

@@ -54,6 +54,8 @@ class Watch(keras.callbacks.Callback):
 state.register_reset_callbacks([adjust])
 callbacks = [Watch(), *(getattr(hvd.elastic, f"Update{one}StateCallback")(state) for one in ("Epoch", "Batch"))]
 callbacks.append(hvd.elastic.CommitStateCallback(state))
+if "replace" in os.environ["TEST_ON_FAILURE"]:
+    callbacks[:0] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
 
 
 @hvd.elastic.run
@@ -88,6 +90,16 @@ def check(result, slots, size):
 def test_a_fit_begins_again_in_the_epoch_that_was_reached():
     for one in check(trained("continue"), (0, 1), 2):
         assert one["began"] == [[0, 0, 3], [1, 2, 2]] and one["resets"] == [2] and one["done"] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_the_place_of_a_lost_one_goes_on_with_the_others():
+    found = check(trained("replace"), (0, 1, 2), 3)
+    for slot, one in enumerate(found):
+        began, resets, done = [[2, 1, 3]], [3], [2, 3]
+        if slot != 1:
+            began, resets, done = [[0, 0, 3], [1, 2, 2], *began], [2, 3], [0, 1, 2, 3]
+        assert (one["began"], one["resets"], one["done"]) == (began, resets, done)
 
 
 @pytest.mark.slow  # it imports Keras
