@@ -47,6 +47,7 @@ class State(ListedState):
         self._reset_callbacks: list[Callable[[], object]] = []
         self._view = current().elastic.view
         self._saved: dict[str, Any] | None = None
+        self._restores = False  # whether the script ever goes back
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Call functions without arguments on all ranks after each change of the ranks, before the training goes on."""
@@ -55,13 +56,18 @@ class State(ListedState):
     def commit(self) -> None:
         """Let ranks join and leave here; call it on all ranks at the same places, best after each step.
 
+        It copies the state once the script has called `restore`.
+
         Raises:
             HostsUpdatedInterrupt: the ranks have changed since the function began, on all ranks alike.
         """
+        self._saved = None
+        if self._restores:
+            self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """`commit()`: there is nothing to be saved."""
+        """`commit()`, without a copy."""
         elastic = current().elastic
         if elastic.mesh is None:  # the ranks of this job do not change
             return
@@ -86,18 +92,23 @@ class State(ListedState):
         self._saved = copy.deepcopy(self._state())
 
     def restore(self) -> None:
-        """Go back to what was last saved. `run` never does.
+        """Go back to the last `sync`, `save` or `commit`. `run` never does.
 
         Raises:
-            ArgumentError: nothing was saved.
+            ArgumentError: that was a `commit`, before the first call of `restore`, which has copied nothing.
         """
+        self._restores = True
         if self._saved is None:
-            raise ArgumentError("restore() goes back to what save() has copied: call save() before.")
+            raise ArgumentError(
+                "restore() has nothing to go back to: commit() copies the state only after a first call of restore(). "
+                "Call save() where the script may go back to."
+            )
         self._load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0; `run` does so each time before the function."""
         self._load(ring.broadcast_object(self._state(), 0))
+        self.save()
 
     def _pickled(self, values: dict[str, Any]) -> list[str]:
         """Which values a process that joins gets as copies."""

@@ -104,13 +104,20 @@ def test_a_job_whose_ranks_do_not_change_exchanges_nothing(monkeypatch):
 def test_what_was_saved_can_be_restored_and_later_changes_do_not_reach_it(monkeypatch):
     Job(monkeypatch)
     state = ObjectState(None, None, best=[1])
-    with pytest.raises(ArgumentError, match="call save"):
+    state.commit()
+    with pytest.raises(ArgumentError, match=r"Call save\(\) where"):
         state.restore()
-    state.save()
-    for _ in range(2):
-        state.best.append(2)
-        state.restore()
-        assert state.best == [1]
+    for save in (state.save, state.sync):
+        save()
+        for _ in range(2):
+            state.best.append(2)
+            state.restore()
+            assert state.best == [1]
+    state.best.append(2)
+    state.commit()  # the script is known to go back
+    state.best.append(3)
+    state.restore()
+    assert state.best == [1, 2]
 
 
 def test_a_state_s_own_reset_comes_before_the_callbacks(monkeypatch):

@@ -82,6 +82,7 @@ class KerasState(State):
         """Give all ranks the variables and values of rank 0."""
         broadcast_all(state_and_seeds(*self._parts())[0], 0)
         super()._load(ring.broadcast_object(super()._state(), 0))
+        self.save()
 
     def _described(self) -> str:
         return f"{super()._described()} and {kind_of_state(*self._parts())}"

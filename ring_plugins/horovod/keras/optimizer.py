@@ -16,6 +16,7 @@ import keras
 from ring_plugins import keras as ring_keras
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.world import current
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
@@ -71,6 +72,7 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
         ArgumentError: an argument is not supported.
     """
     factor = gradient_factor(op, gradient_predivide_factor, size(process_set))
+    check_size_stays(factor)
     group = group_of(process_set)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ArgumentError(
@@ -158,6 +160,15 @@ def layers_in(local_layers: Any) -> list[Any]:
                 "model with keras.Input(...), or call it once, before."
             )
     return layers
+
+
+def check_size_stays(factor: int) -> None:
+    """Raise ArgumentError if compiled steps are to multiply by a number of ranks that may change."""
+    if factor > 1 and current().recovers:
+        raise ArgumentError(
+            f"op=hvd.Sum multiplies averages by {factor}, the number of ranks, but this job goes on without lost "
+            "ranks. Pass hvd.Average, and a learning rate that is multiplied by hvd.size()."
+        )
 
 
 def mark_local(variables: Iterable[Any], begins_so: bool) -> None:

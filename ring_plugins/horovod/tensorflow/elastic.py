@@ -7,15 +7,23 @@ from typing import Any
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.world import current
 from ring_plugins.horovod.elastic import State, run
 from ring_plugins.horovod.keras.elastic import KerasState
-from ring_plugins.keras.state import broadcast_all, value_of
+from ring_plugins.horovod.tensorflow.tape import prepare_tape
+from ring_plugins.keras.averaging import averaging_of
+from ring_plugins.keras.state import broadcast_all, optimizers_among, value_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowKerasState(KerasState):
     """`KerasState`, for a loop with `hvd.DistributedGradientTape`."""
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any) -> None:
+        super().__init__(model, optimizer, backend, **values)
+        if current().replaces and not any(map(averaging_of, optimizers_among(self._parts()))):
+            prepare_tape(model.trainable_variables)  # which a process that joins later has to have, too
 
 
 class TensorFlowState(State):
@@ -35,11 +43,14 @@ class TensorFlowState(State):
         if not self.variables:
             raise ArgumentError("variables is empty; pass those of the model and of its optimizer.")
         super().__init__(**values)
+        if current().replaces:
+            prepare_tape([variable for variable in self.variables if variable.trainable])
 
     def sync(self) -> None:
         """Give all ranks the variables and values of rank 0."""
         broadcast_all(self.variables, 0)
         super()._load(ring.broadcast_object(super()._state(), 0))
+        self.save()
 
     def _described(self) -> str:
         return f"{super()._described()} and {len(self.variables)} variables"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -15,6 +16,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import on_all_or_none, rejections_told
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.core.groups import Group
+from ring_plugins.core.world import current
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
@@ -23,7 +25,7 @@ from ring_plugins.horovod.basics import (
     size,
 )
 from ring_plugins.horovod.common.process_sets import group_of
-from ring_plugins.horovod.keras.optimizer import layers_in
+from ring_plugins.horovod.keras.optimizer import check_size_stays, layers_in
 from ring_plugins.horovod.tensorflow.collectives import as_it_is
 from ring_plugins.horovod.tensorflow.errors import with_tensorflow_errors
 from ring_plugins.keras.averaging import BUCKET_BYTES
@@ -68,6 +70,7 @@ class DistributedGradientTape:
     ) -> None:
         self._ranks, self._group = size(process_set), group_of(process_set)
         self._factor = gradient_factor(op, gradient_predivide_factor, self._ranks)
+        check_size_stays(self._factor)
         if keras.backend.backend() != "tensorflow":
             raise ArgumentError(
                 f"KERAS_BACKEND={keras.backend.backend()!r}, but DistributedGradientTape needs Keras on TensorFlow."
@@ -109,7 +112,7 @@ class DistributedGradientTape:
         """
         options.pop("use_generic_names", None)
         own = self._tape.gradient(target, sources, *arguments[:1], **options)
-        if self._ranks == 1:
+        if self._ranks == 1 and not current().replaces:  # where others may join, and a function is traced only once
             return own
         gradients = tf.nest.flatten(own)
         if self._sparse_as_dense:
@@ -190,6 +193,11 @@ def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool, Group | 
         for variable in variables.values():  # whose identity another may have afterwards
             weakref.finalize(variable, _forget, key)
     return _exchanges[key]
+
+
+def prepare_tape(variables: Iterable[Any]) -> None:
+    """Make now what a tape with default arguments needs for these variables; collective, or in a process to join."""
+    _exchange_for(dict(enumerate(variables)), (check_compression(Compression.none), False, None))
 
 
 def _forget(key: tuple[Any, ...]) -> None:
