@@ -103,6 +103,35 @@ def on_membership_change(callback: C) -> C:
     return callback
 
 
+def preempted() -> bool:
+    """Whether the job was told to end, so that the script saves a checkpoint and leaves; equal on all ranks.
+
+    Schedulers, Kubernetes and spot instances send SIGTERM some time before they kill a process, and SLURM sends SIGUSR1
+    for `sbatch --signal=USR1@120`. From the first call on, both are only noted. It is enough if one rank gets one: the
+    averages of the next backward carry the note to all of them. Call it on all ranks at the end of each step:
+
+        for batch in batches:
+            ...
+            optimizer.step()
+            if ring.preempted():
+                save()              # on rank 0, as ever
+                ring.barrier()      # nobody leaves while rank 0 writes
+                sys.exit(143)
+
+    With `on_failure="continue"` or `"replace"`, a rank that alone gets SIGTERM leaves, while the others go on and get
+    False. They get True if too few would be left, or all were told.
+
+    If no gradients were averaged on CPUs since the last call, it exchanges one number with the other ranks. A script
+    that has handlers of its own for these signals keeps them.
+
+    Raises:
+        SystemExit: this rank leaves, and the others go on.
+        PeerFailed: another rank failed meanwhile.
+        NotInitialized: `init()` has not been called.
+    """
+    return current().elastic.is_preempted()
+
+
 #: Called with the arguments of each collective, while somebody wants to know what the script exchanges.
 argument_observers: list[Callable[[Iterable[Any]], object]] = []
 #: A process that has yet to join the others may call these; they do nothing then.

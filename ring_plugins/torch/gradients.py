@@ -471,8 +471,8 @@ class GradientAverager:
         Returns:
             Whether the membership changes now: a rank leaves, or a process joins.
         """
-        if self._recovery is not None:
-            buckets.wants_change = self._recovery.begin_pass()
+        elastic = current().elastic
+        buckets.wants_change = elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
         at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined
         at_once |= self._recovery is not None  # the host has waited for the GPU
         try:
@@ -491,6 +491,8 @@ class GradientAverager:
             self._sets.sparse.update(outcome.found_sparse)
             self._sets.drop_all()
         self.steps += 1
+        if at_once or self._streams is None:
+            elastic.passes += 1
         if self.sums:
             parameters = [parameter for _, parameter in self._sets.named]
             _multiply(itertools.compress(parameters, buckets.is_trained), self.communicator)

@@ -19,10 +19,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import PeerFailed
 from ring_plugins.core.base.log import logger, set_rank
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.recovery import JobRecovery
 from ring_plugins.core.control.channel import Channel
@@ -76,6 +81,8 @@ class Elastic:
         slot: as given.
         recovery: how communicators go on without lost ranks.
         averages: whether the script has made what averages gradients, whose passes carry `wants_change` to all ranks.
+        passes: how many passes have carried it.
+        is_ending: whether all ranks know, since the same place, that the job is to end as a whole.
         mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
 
@@ -88,6 +95,8 @@ class Elastic:
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         self.averages = False
+        self.passes, self._passes_asked = 0, -1
+        self.is_ending = False
         self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
         #: finished then; None in all others, and before that.
@@ -199,7 +208,8 @@ class Elastic:
     @property
     def wants_change(self) -> bool:
         """Whether this process was told to end, or sees that others wait to join: all ranks are to know."""
-        return self.preemption_notice.given or bool(self._sees_joiners())
+        notice = self.preemption_notice
+        return ((notice.given or notice.of_job) and not self.is_ending) or bool(self._sees_joiners())
 
     @property
     def is_pending(self) -> bool:
@@ -235,21 +245,48 @@ class Elastic:
         Those that stay call `tell_changes` then.
 
         Raises:
-            SystemExit: on ranks that leave, and on all if too few would be left.
+            SystemExit: on ranks that leave, and on all if too few would be left and nobody asks for `is_ending`.
         """
-        members = self._members
-        own = (members.own if self.preemption_notice.given else None, self._sees_joiners())
-        asked, seen = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
+        if self.mesh is None:  # the job does not go on without a rank
+            self.is_ending = True
+            return
+        members, notice = self._members, self.preemption_notice
+        own = (members.own if notice.given and not self.is_ending else None, self._sees_joiners(), notice.of_job)
+        asked, seen, of_job = zip(*self._job.communicator.all_gather_object(own, "change of members"), strict=True)
         self.pending = self.pending.union(*seen)
         leaving = [rank for rank in asked if rank is not None]
         left = [rank for rank in members.ranks if rank not in leaving]
-        if not leaving:  # it has died meanwhile
+        if any(of_job):
+            self.is_ending = True
+        if not leaving or self.is_ending:  # not leaving: it has died meanwhile
             return
         if len(left) < self._policy.min_ranks:
             if members.topology.rank == 0:
                 logger.warning(too_few_left(leaving, left, members, self._policy.min_ranks))
-            self._job.exit_from_job(TERMINATED)
+            if not notice.is_asked:
+                self._job.exit_from_job(TERMINATED)
+            self.is_ending = True
+            return
         self.agree(leaving=leaving)
+
+    def is_preempted(self) -> bool:
+        """Whether the job is to end as a whole, so that the script saves and leaves; the same answer on all ranks.
+
+        Passes of gradients since the last call have told it. If there was none, this is collective.
+
+        Raises:
+            SystemExit: this rank leaves, and the others go on.
+        """
+        self.preemption_notice.ask()
+        if self.passes == self._passes_asked and not self.is_ending:
+            wants_change = np.array([self.wants_change], np.int64)
+            with purpose("preempted"):
+                self._job.communicator.all_reduce(HostMemory(wants_change, "int64"), Op.MAX)
+            if wants_change[0]:
+                self.change_members()
+                self.tell_changes()
+        self._passes_asked = self.passes
+        return self.is_ending
 
     def end_if_all_are_told(self) -> None:
         """End this process if all ranks were told to end: one that takes no steps would have no other occasion.
@@ -257,7 +294,8 @@ class Elastic:
         Raises:
             SystemExit: it ends.
         """
-        if self.preemption_notice.given and self.slot is not None and self.slot.is_ending:
+        notice = self.preemption_notice
+        if notice.given and not notice.is_asked and self.slot is not None and self.slot.is_ending:
             self._job.exit_from_job(TERMINATED)
 
     # Joining (core/joining/join.py) --------------------------------------------------------------------

@@ -12,6 +12,12 @@ some time later. In a job that goes on without ranks that are lost, this one nee
 
 A second SIGTERM ends the process at once, as does any before there is a job or where the script has a handler of its
 own. So a rank that is in no step, or in one that takes longer than the notice, is killed and counts as lost.
+
+**A job that ends as a whole** saves a checkpoint first: one that does not go on after losses, or that would have too
+few ranks left, or that SIGUSR1 tells of its last minutes (`sbatch --signal=USR1@120`). Only the script can save, so it
+asks at the end of each step (`is_asked`). The same number carries the note, so all ranks get the same answer in the
+same step (`Elastic.is_preempted`). Who is asked takes no second signal for an order to end at once: schedulers and
+launchers often send the same one, each for itself.
 """
 
 from __future__ import annotations
@@ -30,30 +36,48 @@ class PreemptionNotice:
 
     Attributes:
         given: whether it was told so since `install`.
+        of_job: whether it was told that the whole job is to end.
         is_installed: whether SIGTERM counts as the notice.
+        is_asked: whether the script, or a framework's loop, asks for it and ends in an orderly way.
     """
 
     def __init__(self) -> None:
-        self.given = False
+        self.given = self.of_job = self.is_asked = False
         self._pid = os.getpid()
         self.is_installed = False
 
     def install(self) -> None:
         """Take SIGTERM for a preemption notice from now on, unless the script has another use for it."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
-            self.is_installed = True
+        self.is_installed |= self._take(signal.SIGTERM)
+
+    def ask(self) -> None:
+        """Take signals for a notice that the script asks for: SIGTERM, and SIGUSR1 in a job of SLURM."""
+        if not self.is_asked:
+            self.is_asked = True
+            self.install()
+            if "SLURM_JOB_ID" in os.environ:  # elsewhere it has other uses, such as to print stacks
+                self._take(signal.SIGUSR1)
+
+    def _take(self, number: signal.Signals) -> bool:
+        takes = threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL
+        if takes:
+            signal.signal(number, self._note)
+        return takes
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.given or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is no rank
+        is_repeated = self.given and not self.is_asked
+        if is_repeated or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is no rank
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.given = True
+        if number == signal.SIGTERM:
+            self.given = True
+        else:
+            self.of_job = True
 
     def close(self) -> None:
-        """Let SIGTERM end this process again."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self.is_installed and signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.is_installed = False
+        """Let the signals end this process again."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL)
+        self.is_installed = self.is_asked = False

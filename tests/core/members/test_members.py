@@ -121,26 +121,39 @@ def test_a_rank_that_the_others_go_on_without_ends_by_its_failure(make):
 
 
 def test_a_rank_that_was_told_to_end_leaves_with_status_0_and_the_others_are_told(make):
-    elastic, job, _ = make(decision=(1,), told=[(None, set()), (None, set())])
+    elastic, job, _ = make(decision=(1,), told=[(None, set(), False), (None, set(), False)])
     elastic.preemption_notice.given = True
     with pytest.raises(SystemExit) as ended:
         elastic.change_members()
     assert ended.value.code == 0 and elastic.slot.states == [State.LEFT] and not job.communicator.kept
-    elastic, job, members = make(decision=(0, 2), told=[(0, set()), (None, set())])
+    elastic, job, members = make(decision=(0, 2), told=[(0, set(), False), (None, set(), False)])
     elastic.change_members()  # rank 2 dies meanwhile
     assert members.ranks == (1,) and elastic.slot.lost == [2]
     assert (elastic.changes.untold[0].lost, elastic.changes.untold[0].left) == ((2,), (0,))
 
 
 def test_all_end_if_too_few_would_be_left(make):
-    elastic, _, _ = make(told=[(0, set()), (None, set())], min_ranks=3)
+    elastic, _, _ = make(told=[(0, set(), False), (None, set(), False)], min_ranks=3)
     with pytest.raises(SystemExit) as ended:
         elastic.change_members()
     assert ended.value.code == TERMINATED
 
 
+@pytest.mark.parametrize("why", ["too few", "of the job", "no losses"])
+def test_a_script_that_asks_gets_the_answer_that_the_job_ends_instead(make, why):
+    told = {"too few": [(0, set(), False), (None, set(), False)], "of the job": [(None, set(), False)]}.get(why, [])
+    elastic, _, members = make(told=told, min_ranks=3 if why == "too few" else 1)
+    elastic.preemption_notice.is_asked = True
+    elastic.preemption_notice.of_job = why == "of the job"
+    if why == "no losses":
+        elastic.mesh = None
+    elastic.change_members()
+    assert elastic.is_ending and not elastic.wants_change and members.ranks == (0, 1, 2)
+    assert elastic.is_preempted()  # without a word to the others
+
+
 def test_who_waits_to_join_is_noted_by_all(make):
-    elastic, job, _ = make(told=[(None, {7}), (None, {0})])
+    elastic, job, _ = make(told=[(None, {7}, False), (None, {0}, False)])
     elastic.change_members()
     assert elastic.pending == {0, 7} and elastic.is_pending and not job.communicator.kept
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from ring_plugins.core.members.preemption_notice import PreemptionNotice
+from tests.launch import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +78,90 @@ def test_the_signal_ends_the_process_again_after_close():
     notice.install()
     notice.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_script_that_asks_gets_any_number_of_signals():
+    notice = PreemptionNotice()
+    notice.ask()
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.given and not notice.of_job
+    notice.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("in_slurm", [True, False])
+def test_sigusr1_is_a_notice_of_slurms_only(in_slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7") if in_slurm else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    notice = PreemptionNotice()
+    notice.ask()
+    assert (signal.getsignal(signal.SIGUSR1) == notice._note) == in_slurm
+    if in_slurm:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert notice.of_job == in_slurm and not notice.given
+    notice.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, before)
+
+
+ASKS = """
+import os, signal, sys, time
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure=os.environ.get("TEST_ON_FAILURE"))
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+told = [int(rank) for rank in os.environ["TEST_TOLD"].split(",")]
+report("began", [])
+steps = []
+for step in range(8):
+    if os.environ["TEST_PASSES"] == "1":
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(ring.rank()))).sum().backward()
+        optimizer.step()
+    steps.append(step)
+    if ring.preempted():
+        time.sleep(0.3 * (ring.rank() == 0))  # while it writes
+        report("saved", steps)
+        ring.barrier()
+        sys.exit(143)
+    if step == 3 and ring.rank() in told:
+        for number in os.environ["TEST_SIGNALS"].split(","):
+            os.kill(os.getpid(), int(number))
+report("ended", [ring.size(), len(steps)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "told", "signals", "passes"),
+    [
+        ("spawned", "1", [signal.SIGTERM], True),
+        ("torchrun", "0,2", [signal.SIGTERM], False),
+        ("mpirun", "0,1,2", [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], True),
+    ],
+)
+def test_all_ranks_save_after_the_same_step_and_leave(launcher, told, signals, passes):
+    env = {"TEST_TOLD": told, "TEST_SIGNALS": ",".join(str(int(one)) for one in signals), "SLURM_JOB_ID": "7"}
+    result = run_ranks(ASKS, 3, launcher, env={**env, "TEST_PASSES": str(int(passes))}, timeout=120, check=False)
+    assert result.values("saved") == [[0, 1, 2, 3, 4]] * 3, result
+    assert result.returncode == (1 if launcher == "torchrun" else 143), result
+    assert "Traceback" not in result.output or launcher == "torchrun", result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("told", "number"), [("0,1,2", signal.SIGTERM), ("1", signal.SIGTERM)])
+def test_a_job_that_goes_on_after_losses_ends_as_a_whole_only_if_it_has_to(told, number):
+    env = {"TEST_TOLD": told, "TEST_SIGNALS": str(int(number)), "TEST_PASSES": "1", "TEST_ON_FAILURE": "continue"}
+    result = run_ranks(ASKS, 3, env={**env, "SLURM_JOB_ID": "7"}, timeout=120, check=False)
+    if told == "1" and number == signal.SIGTERM:
+        assert result.values("ended") == [[2, 8]] * 2, result
+        assert "left on SIGTERM" in result.output and result.returncode == 0, result
+    else:
+        assert result.values("saved") == [[0, 1, 2, 3, 4]] * 3, result
+        assert result.returncode == 143, result
