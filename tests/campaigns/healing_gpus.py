@@ -31,6 +31,13 @@ def draw(seed: int, number: int) -> tuple[int, list[str], dict[str, str]]:
     return ranks, faults, {f"RING_SIMULATED_{name}": value for name, value in settings.items()}
 
 
+def in_last_average(ranks: int, faults: list[str]) -> list[int]:
+    """The ranks whose gradients are in the last average: who dies after it has taken part."""
+    late = [f":{point}:{STEPS - 1}" for point in ("after", "update")]
+    lost = {int(fault[0]) for fault in faults if fault[1:] not in late}
+    return [rank for rank in range(ranks) if rank not in lost]
+
+
 def problem(seed: int, number: int, variables: dict[str, str]) -> str:
     """What is wrong with how a job ended, "" if nothing is."""
     ranks, faults, settings = draw(seed, number)
@@ -40,9 +47,9 @@ def problem(seed: int, number: int, variables: dict[str, str]) -> str:
         result = run_ranks(PROGRAM, ranks, args=faults, env=env, timeout=200, check=False)
     except LaunchFailed as error:
         return f"{error}"
-    left = [rank for rank in range(ranks) if rank not in {int(fault[0]) for fault in faults}]
-    equal = {"last": left, "steps": STEPS, "unlike rank 0": 0, "unlike the replay": 0}
-    wrong = {key: found for key, value in equal.items() if (found := result.values(key)) != [value] * len(left)}
+    survivors = ranks - len(faults)
+    equal = {"last": in_last_average(ranks, faults), "steps": STEPS, "unlike rank 0": 0, "unlike the replay": 0}
+    wrong = {key: found for key, value in equal.items() if (found := result.values(key)) != [value] * survivors}
     return f"{wrong}\n{result}" if wrong else ""
 
 
