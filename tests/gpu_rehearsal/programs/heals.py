@@ -2,7 +2,7 @@
 
 A rank kills itself in a step: in "forward", before its "first" bucket is launched, in the middle of "backward", at its
 "end" before it waits, "after" it has told the others that its GPU is done, or before its "update". The replay averages
-gradients of the same batches by hand, in one process, over those that the survivors' log names.
+gradients of the same batches by hand, in one process, over those with whom the averages of each step were taken.
 """
 
 import os
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda", OWN)
 torch.cuda.set_device(DEVICE)
 FAULTS = {(int(rank), int(step)): point for rank, point, step in (one.split(":") for one in sys.argv[1:])}
 NOW = ""
-present = list(range(RANKS))
+averaged = [OWN]
 
 
 def die_at(point: str) -> None:
@@ -41,12 +41,6 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-@ring.on_membership_change
-def note(change: ring.MembershipChange) -> None:
-    for rank in change.lost:
-        present.remove(rank)
-
-
 model = network().to(DEVICE)
 broadcast_parameters(model)
 optimizer = DistributedOptimizer(
@@ -55,7 +49,15 @@ optimizer = DistributedOptimizer(
 model[2].register_full_backward_hook(lambda *_: die_at("backward"))
 model[4].weight.register_hook(lambda gradient: die_at("first"))
 wait_for, settle = GpuRecovery.wait_for, GpuRecovery._settle
-GpuRecovery.wait_for = lambda *args: (die_at("end"), wait_for(*args))[1]
+
+
+def wait_for_averages(recovery: GpuRecovery, *args) -> None:
+    die_at("end")
+    wait_for(recovery, *args)
+    averaged[:] = recovery._host.ranks  # a rank that dies from now on has taken part
+
+
+GpuRecovery.wait_for = wait_for_averages
 GpuRecovery._settle = lambda *args: (settle(*args), die_at("after"))[0]
 history = []
 for step in range(STEPS):
@@ -64,7 +66,7 @@ for step in range(STEPS):
     die_at("forward")
     model(batch(OWN, step).to(DEVICE)).square().mean().backward()
     die_at("update")
-    history.append(list(present))
+    history.append(list(averaged))
     optimizer.step()
 
 replay = network()
