@@ -242,13 +242,17 @@ class StandInNccl(CFunctions):
         cuda: whose streams it works on.
         version: as NCCL numbers itself.
         polls: how often `ncclCommGetAsyncError` says "in progress" after each group; 0 if groups are done at once.
+        blocks: whether a communicator may block; else it is as with NCCL_COMM_BLOCKING=0.
+        held: what a blocking one waits for in each call.
 
     Attributes:
         group_seconds: if not 0, a thread takes so long for each group, however often it is asked.
     """
 
-    def __init__(self, cuda, version=23203, polls=3):
+    def __init__(self, cuda, version=23203, polls=3, blocks=False, held=None):
         super().__init__(nccl.FUNCTIONS, ["ncclGetErrorString", "ncclGetLastError"])
+        self.blocks, self.held = blocks, held
+        polls = 0 if blocks else polls
         self.cuda, self.version, self.polls = cuda, version, polls
         self.connects = True  # False: the connection is never made
         self.delay = 0.0  # of each kernel
@@ -282,14 +286,19 @@ class StandInNccl(CFunctions):
     def _ncclCommInitRankConfig(self, communicator, size, identity, rank, config):
         self.cuda.in_context()
         self.write_log()
-        assert (config[0].magic, config[0].version, config[0].blocking) == (0xCAFEBEEF, 21400, 0)
+        assert (config[0].magic, config[0].version) == (0xCAFEBEEF, 21400)
+        self.block()
         handle = next(self.numbers)
         made = self.communicators[handle] = Communicator(self, bytes(identity), rank, size)
         made.begin(lambda: None)
         if self.connects:
             threading.Thread(target=made.connect, daemon=True).start()
         communicator[0] = handle
-        return IN_PROGRESS
+        return SUCCESS if self.blocks else IN_PROGRESS
+
+    def block(self):
+        if self.held is not None:
+            self.held.wait()
 
     def write_log(self):
         """At its first call NCCL reads these variables, and from then on writes there what it does."""
@@ -313,8 +322,9 @@ class StandInNccl(CFunctions):
 
     def _ncclCommFinalize(self, communicator):
         self.log.append("finalize")
+        self.block()
         self.communicators[communicator].finalize()
-        return IN_PROGRESS
+        return SUCCESS if self.blocks else IN_PROGRESS
 
     def _ncclCommDestroy(self, communicator):
         self.log.append("destroy")
@@ -333,6 +343,7 @@ class StandInNccl(CFunctions):
 
     def _ncclGroupEnd(self):
         self.cuda.in_context()
+        self.block()
         collected, self.group.calls = self.group.calls, None
         if not collected:
             return SUCCESS
@@ -633,6 +644,7 @@ def alone(name="alone", **options):
         Wait(name, None),
         nccl.Nccl(library, "stand-in"),
         cuda.Driver(driver),
+        blocks=library.blocks,
     )
     return DeviceCommunicator(executor), library
 

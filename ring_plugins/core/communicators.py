@@ -23,8 +23,8 @@ from ring_plugins.core.control.mesh import Mesh
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
-from ring_plugins.core.gpu.connection import choose_interface
 from ring_plugins.core.gpu.executor import DeviceExecutor
+from ring_plugins.core.gpu.peers import choose_interface
 from ring_plugins.core.gpu.recovery import GpuRecovery
 from ring_plugins.core.gpu.stream import Streams
 from ring_plugins.core.members.policy import FailurePolicy
@@ -186,9 +186,10 @@ class Communicators:
         choose_interface()
         with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):
             nccl, driver = load_nccl(), load_driver()
-        executor = DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream)
+        recovers = isinstance(host, HostCommunicator) and host.recovers
+        executor = DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream, blocks=not recovers)
         recovery = None
-        if isinstance(host, HostCommunicator) and host.recovers:
+        if isinstance(host, HostCommunicator) and recovers:
             recovery = GpuRecovery(executor, host, self._mesh, lambda: self.members.view)
         communicator = DeviceCommunicator(executor, recovery)
         self._keep(communicator)

@@ -34,7 +34,7 @@ from ring_plugins.core.control.monitor import MonitorThread, Service
 from ring_plugins.core.control.named_calls import NamedCalls
 from ring_plugins.core.control.rank_zero import RankZero
 from ring_plugins.core.control.tcp_liveness import TcpLiveness
-from ring_plugins.core.gpu.executor import GpuWatchdog
+from ring_plugins.core.gpu.watchdog import GpuWatchdog
 from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.shared_memory import is_available
 from ring_plugins.core.members.introduction import Introduction, meet, own_member

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ring_plugins.core.gpu import load_nccl
-from ring_plugins.core.gpu.connection import allow_shared_gpu
+from ring_plugins.core.gpu.peers import allow_shared_gpu
 from ring_plugins.torch.rendezvous import store_from_world
 
 CUDA = torch.cuda.is_available() and not STAND_IN

@@ -59,7 +59,7 @@ B)
   part 60 killed_peer "$python" tests/gpu/killed_peer.py
   part 90 peak_memory "$python" tests/gpu/peak_memory.py
   part 90 host_nonblocking "$python" tests/gpu/host_cost.py
-  NCCL_COMM_BLOCKING=1 part 90 host_blocking "$python" tests/gpu/host_cost.py
+  NCCL_COMM_BLOCKING=0 part 90 host_nonblocking "$python" tests/gpu/host_cost.py
   ;;
 C)
   part 240 steps "$python" benchmarks/gpu_step.py --seconds 15 --trace "$OUT/step.json"

@@ -1,53 +1,57 @@
 """One NCCL communicator of this process, from its bootstrap to its end.
 
 NCCL blocks without a limit in several places: while it connects ranks, while it queues a group of calls, and while it
-finalizes. A rank that died meanwhile would leave the others stuck inside a C function. So the communicator is
-*nonblocking* (NCCL 2.14): those calls return IN_PROGRESS, a thread of NCCL's does the work, and we poll
-`ncclCommGetAsyncError` with `Wait`, which watches the other ranks and the clock. Whatever goes wrong ends in
-`ncclCommAbort`, the only call that makes kernels end that wait for a dead peer.
+finalizes. A rank that died meanwhile would leave the others stuck inside a C function. There are two ways out.
 
-`ncclCommAbort` itself blocks, whatever the communicator: first it tells kernels to end, then it waits for the GPU, for
-NCCL's own threads, and (`commDestroySync` in init.cc, 2.18 to 2.30) until no CUDA graph refers to the communicator any
-more. NCCL 2.25.1 could deadlock there (pytorch#149153). So a thread of its own calls it, and nobody waits for that
-thread for long. `ncclCommFinalize` waits for graphs too, forever if the script keeps one (pytorch#115388); hence a
-communicator that was captured is neither finalized nor destroyed but left to the end of the process.
+**A blocking communicator**, as torch's NCCL backend makes by default, where the first lost rank ends the job. A thread
+of ours connects, registers memory and finalizes (`_begin`), and the caller waits for it with `Wait`, which watches the
+other ranks and the clock. If that gives up, the thread stays where it is. A group is queued by the caller itself:
+`ncclGroupEnd` waits for other ranks only while it connects them for an algorithm that is used for the first time
+(2.22), and for the GPU while the stream has no room. A caller that a lost rank leaves in there is like one that is
+stuck in any other library: the monitor thread says who was lost, and ends the process (core/control/monitor.py). Until
+then `queuing` tells the stall report.
 
-Before ranks connect they compare notes over the host communicator, because NCCL notices different releases and shared
-GPUs but does not say on which ranks. NCCL may connect on some ranks and time out on others, so they
-also exchange the outcome and agree on it.
+**A nonblocking one** (2.14), where the job and the process go on. Those calls return IN_PROGRESS, a thread of NCCL's
+does the work, and we poll `ncclCommGetAsyncError`. NCCL lets these be given up at any moment. But the thread, which it
+starts for every group, costs 0.2 ms, and 5 ms beside another thread that computes in Python.
 
-A communicator may be used by one thread at a time, which `DeviceCommunicator` sees to.
+Whatever goes wrong ends in `ncclCommAbort`, the only call that makes kernels end that wait for a dead peer. No thread
+may be inside NCCL with the communicator then, which the executor's lock sees to. It blocks, whatever the communicator:
+first it tells kernels to end, then it waits for the GPU, for NCCL's own threads, and (`commDestroySync` in init.cc,
+2.18 to 2.30) until no CUDA graph refers to the communicator any more. NCCL 2.25.1 could deadlock there
+(pytorch#149153). So a thread of its own calls it, and nobody waits for that thread for long. `ncclCommFinalize` waits
+for graphs too, forever if the script keeps one (pytorch#115388); hence a communicator that was captured is neither
+finalized nor destroyed but left to the end of the process.
 
-**Considered and rejected**: communicators that block once they have connected, as c10d's do by default. Queuing a group
-would need no thread of NCCL's. But a rank that dies while others are inside `ncclGroupEnd` leaves them there until
-another thread calls `ncclCommAbort` beside them, which NCCL allows of nonblocking communicators only. *One NCCL group
-for all buckets that are ready*: NCCL chooses algorithms by a group's total size, so ranks would have to agree which
-buckets those are.
+Before ranks connect they compare notes over the host communicator (peers.py). NCCL may connect on some ranks and time
+out on others, so they also exchange the outcome and agree on it. A communicator may be used by one thread at a time,
+which `DeviceCommunicator` sees to.
 
-The file is a few lines longer than others: connecting, shrinking and aborting take turns on one communicator.
+**Considered and rejected**: *one NCCL group for all buckets that are ready*. NCCL chooses algorithms by a group's total
+size, so ranks would have to agree which buckets those are. *A blocking communicator split off a nonblocking one* could
+be given up while it connects, but needs memory for two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import (
     DeviceError,
     MembersLost,
-    MismatchError,
     RingError,
     TimeoutExceeded,
     name_ranks,
 )
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.background import BackgroundWork, QueueThread
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu.cuda import Driver
@@ -59,14 +63,11 @@ from ring_plugins.core.gpu.nccl import (
     Config,
     Nccl,
     UniqueId,
-    version_text,
 )
 from ring_plugins.core.gpu.nccl_log import nccl_log
-from ring_plugins.core.linux.process import boot_id
-from ring_plugins.core.net.network_choice import wanted_interfaces
+from ring_plugins.core.gpu.peers import RankInfo, allow_shared_gpu, check_gpus, check_versions, gpu_identity
 
-#: From this release on NCCL has a setting for several ranks on one GPU. Older ones must take the ranks for hosts.
-_SHARING_SINCE = 23000
+T = TypeVar("T")
 #: Seconds of spinning while a thread of NCCL's queues kernels. That takes some 30 µs, or 10 times that on a busy host;
 #: a nap of `Wait` would cost autograd's thread as much again for every bucket. Meanwhile this thread keeps the
 #: interpreter's lock, but offers its core to NCCL's thread.
@@ -92,10 +93,12 @@ class NcclConnection:
         wait: how to wait on the host.
         nccl, driver: the libraries of this process.
         stream: handle of the stream.
+        blocks: whether it blocks (see the top of this file). NCCL_COMM_BLOCKING overrules it.
 
     Attributes:
         nccl: as given.
         ranks: world ranks of the members that it connects.
+        queuing: since when a thread has been queuing a group on a blocking communicator, 0.0 if none is, and what.
 
     Raises:
         MismatchError: the ranks have different releases of NCCL.
@@ -104,13 +107,24 @@ class NcclConnection:
     """
 
     def __init__(
-        self, name: str, device: int, host: Communicator, wait: Wait, nccl: Nccl, driver: Driver, stream: int
+        self,
+        name: str,
+        device: int,
+        host: Communicator,
+        wait: Wait,
+        nccl: Nccl,
+        driver: Driver,
+        stream: int,
+        blocks: bool = False,
     ) -> None:
         self._name, self._device, self._stream = name, device, stream
         self._wait, self.nccl, self._driver = wait, nccl, driver
         self._host = host
         self._aborting: threading.Thread | None = None
+        self._config = Config.of(blocks)
         self._blocks = False
+        self.queuing = 0.0, ""
+        self._thread = QueueThread(f"{name} by NCCL")
         self._communicator: ctypes.c_void_p | None = None
         self.ranks: tuple[int, ...] = ()
         self.connect()
@@ -150,29 +164,39 @@ class NcclConnection:
         with on_all_or_none(host, what, is_alone=True):
             own_id = nccl.unique_id() if host.rank == 0 else None
         unique_id = host.broadcast_object(own_id, root=0, purpose="connect NCCL")
-        communicator = ctypes.c_void_p()
-        with on_all_or_none(host, what, is_alone=True), self._driver.device(self._device):
-            status = nccl.call(
-                "ncclCommInitRankConfig",
-                ctypes.byref(communicator),
-                host.size,
-                UniqueId.received(unique_id),
-                host.rank,
-                ctypes.byref(Config.nonblocking()),
-            )
-        self._blocks = status != IN_PROGRESS  # as NCCL_COMM_BLOCKING=1 wants it
+        communicator, own_rank, size = ctypes.c_void_p(), host.rank, host.size
+        identifier = UniqueId.received(unique_id)
+
+        def initialize() -> int:
+            config = ctypes.byref(self._config)
+            return nccl.call("ncclCommInitRankConfig", ctypes.byref(communicator), size, identifier, own_rank, config)
+
+        call = self._begin("ncclCommInitRankConfig", initialize)
         try:
-            self._wait_until_connected(lambda: nccl.state(communicator) == SUCCESS, is_lost)
+            self._wait_until_connected(lambda: is_over(call) and nccl.state(communicator) == SUCCESS, is_lost)
         except BaseException as error:
-            self._start_abort(communicator)
-            self.wait_for_abort()
+            if call.done() and call.error is None:
+                self._start_abort(communicator)
+                self.wait_for_abort()
             if is_lost is None and isinstance(error, DeviceError):
                 host.interrupt(what, error)
             raise
         finally:
             if log is not None:
                 log.restore_environment()
+        self._blocks = call.wait() != IN_PROGRESS
         self._communicator, self.ranks = communicator, host.ranks
+
+    def _begin(self, what: str, function: Callable[[], T]) -> BackgroundWork[T]:
+        """Let the thread call a function that may block for ever, with the device current."""
+
+        def run() -> T:
+            with self._driver.device(self._device):
+                return function()
+
+        work = BackgroundWork(what, run, lambda work: None, lambda *_: None)
+        self._thread.give(work)
+        return work
 
     def shrink(self, is_lost: Callable[[], bool]) -> bool:
         """Go on with those of its members that the host's communicator has now; collective.
@@ -192,8 +216,8 @@ class NcclConnection:
             excluded = (ctypes.c_int * len(gone))(*gone)
             _abandoned.append(smaller)  # a thread of NCCL's writes to it, whenever that is
             with contextlib.suppress(DeviceError), self._driver.device(self._device):
-                nonblocking = ctypes.byref(Config.nonblocking())
-                self.call_own("ncclCommShrink", excluded, len(gone), ctypes.byref(smaller), nonblocking, SHRINK_ABORT)
+                config = ctypes.byref(self._config)
+                self.call_own("ncclCommShrink", excluded, len(gone), ctypes.byref(smaller), config, SHRINK_ABORT)
 
             def is_connected() -> bool:
                 is_made = self.nccl.state(parent) == SUCCESS and bool(smaller.value)
@@ -268,20 +292,26 @@ class NcclConnection:
         """
         handle, communicator = ctypes.c_void_p(), self._communicator
         assert communicator is not None
-        self.call_own("ncclCommWindowRegister", pointer, nbytes, ctypes.byref(handle), COLLECTIVE_WINDOW)
+        call = self._begin(
+            "ncclCommWindowRegister",
+            lambda: self.call_own("ncclCommWindowRegister", pointer, nbytes, ctypes.byref(handle), COLLECTIVE_WINDOW),
+        )
         limit = config.START_TIMEOUT.get()
         end = time.monotonic() + limit
 
+        def is_registered() -> bool:
+            return is_over(call) and self.nccl.state(communicator) == SUCCESS
+
         def over() -> bool:  # a thread of NCCL's writes the handle until then
             self._host.check()  # another rank gave up
-            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
+            return is_registered() or time.monotonic() > end
 
         try:
             self._wait.until(over, self._peers, lambda: f"{self._name}: registering memory with NCCL")
         except BaseException:
             _abandoned.append(handle)
             raise
-        if self.nccl.state(communicator) != SUCCESS:
+        if not is_registered():
             _abandoned.append(handle)
             raise TimeoutExceeded(
                 f"{self._name}: NCCL did not register {nbytes} bytes as a window within {limit:g} s. Another rank has "
@@ -303,8 +333,15 @@ class NcclConnection:
             with contextlib.suppress(DeviceError):
                 self.nccl.call("ncclGroupEnd")  # NCCL counts open groups by thread
             raise
-        if self.nccl.end_group(self._communicator, is_short=not self._blocks) != SUCCESS:
-            self._wait_until_queued(what)
+        if not self._blocks:
+            if self.nccl.end_group(self._communicator, is_short=True) != SUCCESS:
+                self._wait_until_queued(what)
+            return
+        self.queuing = time.monotonic(), what
+        try:
+            self.nccl.end_group(self._communicator, is_short=False)
+        finally:
+            self.queuing = 0.0, ""
 
     def _wait_until_queued(self, what: str) -> None:
         """Wait for NCCL's thread to queue the kernels: an event recorded earlier would stand before them."""
@@ -354,108 +391,36 @@ class NcclConnection:
         """Flush what peers still need from this rank and destroy the communicator; abort it after 10 seconds."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
+            self._thread.end()
             return
         end = time.monotonic() + FINALIZE_TIMEOUT
+        call = self._begin(
+            "ncclCommFinalize", lambda: self.nccl.call("ncclCommFinalize", communicator, communicator=communicator)
+        )
+        self._thread.end()
 
-        def over() -> bool:
-            return self.nccl.state(communicator) == SUCCESS or time.monotonic() > end
+        def is_final() -> bool:
+            return is_over(call) and self.nccl.state(communicator) == SUCCESS
 
         with contextlib.suppress(RingError), self._driver.device(self._device):
-            self.nccl.call("ncclCommFinalize", communicator, communicator=communicator)
-            self._wait.until(over, list, lambda: f"{self._name}: finalizing NCCL")
-            if self.nccl.state(communicator) == SUCCESS:
+            self._wait.until(
+                lambda: is_final() or time.monotonic() > end, list, lambda: f"{self._name}: finalizing NCCL"
+            )
+            if is_final():
                 self.nccl.call("ncclCommDestroy", communicator)
                 return
-        self._start_abort(communicator)
+        if call.done():
+            self._start_abort(communicator)
 
     def drop(self) -> None:
         """Forget the communicator without calling NCCL: it is a forked parent's, or CUDA graphs refer to it."""
         self._communicator = None
+        self._thread.end()
 
 
-class RankInfo(NamedTuple):
-    """What a rank tells the others before they connect.
-
-    Attributes:
-        version, path: of its NCCL.
-        gpu: see `gpu_identity`.
-        share: whether it may share the GPU with other ranks.
-    """
-
-    version: int
-    path: str
-    gpu: str
-    share: bool
-
-
-def gpu_identity(driver: Driver, index: int) -> str:
-    """Identify a GPU, or a MIG slice of one, among all hosts: boot id of its host, UUID, and PCI bus id."""
-    return f"{boot_id()} {driver.uuid(index)} {driver.bus_id(index)}"
-
-
-def check_versions(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
-    """Check that all ranks have one release of NCCL.
-
-    Raises:
-        MismatchError: they do not; the text says which rank has which.
-    """
-    by_version: dict[int, list[int]] = {}
-    for rank, info in zip(ranks, infos, strict=True):
-        by_version.setdefault(info.version, []).append(rank)
-    if len(by_version) > 1:
-        path = {rank: info.path for rank, info in zip(ranks, infos, strict=True)}
-        found = "; ".join(
-            f"{name_ranks(group)}: {version_text(version)} ({path[group[0]]})" for version, group in by_version.items()
-        )
-        raise MismatchError(
-            f"the ranks have different releases of NCCL: {found}. Install one release everywhere, or name it in "
-            "RING_NCCL_LIBRARY."
-        )
-
-
-def check_gpus(infos: Sequence[RankInfo], ranks: Sequence[int]) -> None:
-    """Check that each rank has a GPU of its own, or that all ranks of a GPU agree to share it.
-
-    Raises:
-        DeviceError: they do not; the text names ranks and GPU.
-    """
-    by_gpu: dict[str, list[int]] = {}
-    for rank, info in zip(ranks, infos, strict=True):
-        by_gpu.setdefault(info.gpu, []).append(rank)
-    share = {rank: info.share for rank, info in zip(ranks, infos, strict=True)}
-    for gpu, group in by_gpu.items():
-        if len(group) > 1 and not all(share[rank] for rank in group):
-            raise DeviceError(
-                f"{name_ranks(group)} would share the GPU {gpu.split()[-1]}. Give each rank its own: at most as many "
-                "ranks on a host as it has GPUs, torch.cuda.set_device(ring_plugins.local_rank()) in a plain script, "
-                "and a different GPU per rank where CUDA_VISIBLE_DEVICES is set by rank. To share it on purpose, which "
-                "is slow and useful for tests only, set RING_SHARE_GPU=1 on all ranks."
-            )
-
-
-def choose_interface() -> None:
-    """Let NCCL connect over the networks that RING_INTERFACE names, unless NCCL_SOCKET_IFNAME names others.
-
-    NCCL opens a port for its bootstrap and more for its helper threads. They ask for nothing but a random number of 64
-    bits, which travels unencrypted, and no setting replaces them by connections of ours. It reads the variable once in
-    a process, for all its communicators. So it is not set to the loopback address where the ranks are on one host: a
-    process group of the script's own that reaches other hosts by the same NCCL could not connect any more.
-    """
-    names = wanted_interfaces()
-    if names:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(names))  # "=": not every name that begins so
-
-
-def allow_shared_gpu(version: int, rank: int) -> None:
-    """Make NCCL accept several ranks on one GPU. It reads these variables at its first call in a process."""
-    if version >= _SHARING_SINCE:
-        settings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    else:
-        settings = {
-            "NCCL_HOSTID": f"ring-{rank}",
-            "NCCL_MNNVL_ENABLE": "0",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
-    for variable, value in settings.items():
-        os.environ.setdefault(variable, value)
+def is_over(call: BackgroundWork[Any]) -> bool:
+    """Whether a call has returned; raises its error."""
+    if not call.done():
+        return False
+    call.wait()
+    return True

@@ -14,16 +14,14 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, is_first_report
 from ring_plugins.core.collectives.api import Communicator, FailureState, Statistics
 from ring_plugins.core.collectives.host import HostCommunicator
-from ring_plugins.core.control.failure_detector import FailureDetector
-from ring_plugins.core.control.wait import LongWait, PeerRejected, Wait, long_waits
+from ring_plugins.core.control.wait import PeerRejected, Wait
 from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
 from ring_plugins.core.gpu.nccl import Nccl
@@ -68,6 +66,10 @@ class Recovery(Protocol):
 
     trouble: str
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether members that NCCL has connected are gone, or others have joined."""
+
     def look(self) -> None:
         """End kernels that have waited for a dead member for some time; for the monitor thread."""
 
@@ -91,6 +93,7 @@ class DeviceExecutor:
         nccl, driver: the libraries of this process.
         own_stream: whether it gets a stream of its own, for messages between two ranks behind which other
             communicators must not wait.
+        blocks: see `NcclConnection`.
 
     Attributes:
         name, device, host: as given.
@@ -115,6 +118,7 @@ class DeviceExecutor:
         nccl: Nccl,
         driver: Driver,
         own_stream: bool = False,
+        blocks: bool = False,
     ) -> None:
         while _discarded:
             _discarded.popleft().release_discarded()
@@ -133,7 +137,7 @@ class DeviceExecutor:
         self._scaled_after: list[tuple[DeviceMemory, float]] = []  # once the group that is open has been queued
         self._own_stream = driver.new_stream(device) if own_stream else 0
         stream = self._own_stream or driver.stream(device)
-        self.connection = NcclConnection(name, device, host, wait, nccl, driver, stream)
+        self.connection = NcclConnection(name, device, host, wait, nccl, driver, stream, blocks)
         self.queue = StreamQueue(name, self._own, stream, streams, driver)
         self.registered = RegisteredPool(name, device, host, self.connection, nccl, driver)
 
@@ -238,6 +242,15 @@ class DeviceExecutor:
             if checks:
                 self.connection.check()
             return bool(self.queue.unfinished)
+
+    def failed(self) -> RingError | None:
+        """The error that has broken it, or that NCCL or CUDA reports now; None if there is none."""
+        try:
+            self.failure.check()
+            self.has_unfinished()
+        except RingError as error:
+            return error
+        return None
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -374,6 +387,8 @@ class DeviceExecutor:
             if self.queue.captured:
                 self.connection.drop()
             else:
+                if self.recovery is not None and self.recovery.is_stale:
+                    self.connection.abort()  # finalizing waits for all members
                 self._deregister()
                 self.connection.finalize()
             self.failure.close()
@@ -414,45 +429,3 @@ class DeviceExecutor:
 
 #: Executors of communicators whose last user has gone.
 _discarded: deque[DeviceExecutor] = deque()
-
-
-class GpuWatchdog:
-    """A service of the monitor thread: polls or aborts communicators, and publishes what the GPUs wait for.
-
-    Args:
-        failure_detector: knows what became of the other ranks.
-        executors: returns those of this process.
-    """
-
-    def __init__(self, failure_detector: FailureDetector, executors: Callable[[], Sequence[DeviceExecutor]]) -> None:
-        self._failure_detector, self._executors = failure_detector, executors
-        self._published: set[Hashable] = set()
-
-    def tick(self, now: float) -> None:
-        executors = self._executors()
-        failure = self._failure_detector.failure() if executors else None
-        for executor in executors:
-            if failure is None:
-                executor.poll([rank for rank in executor.peers if self._failure_detector.has_ended(rank)])
-            else:
-                executor.abort(failure)  # a kernel that waits for a dead peer would never end
-        self._publish(executors)
-
-    def _publish(self, executors: Sequence[DeviceExecutor]) -> None:
-        """Put the first operation of each stream into `long_waits`; the others wait behind it."""
-        first: dict[int, tuple[float, DeviceExecutor]] = {}
-        for executor in executors:
-            stream, oldest = executor.queue.stream, executor.queue.oldest
-            if oldest is not None and oldest.queued_at < first.get(stream, (inf, executor))[0]:
-                first[stream] = (oldest.queued_at, executor)
-        found: dict[Hashable, LongWait | None] = {
-            ("stream", stream): executor.queue.long_wait(executor.peers) for stream, (_, executor) in first.items()
-        }
-        waits = {key: wait for key, wait in found.items() if wait is not None}
-        for key in self._published - waits.keys():
-            long_waits.pop(key, None)
-        long_waits.update(waits)
-        self._published = set(waits)
-
-    def close(self) -> None:
-        self._publish([])

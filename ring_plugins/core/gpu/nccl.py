@@ -5,8 +5,9 @@ collective only notes its arguments in the group; `ncclGroupStart` counts. `nccl
 joins the thread that has set it as its last act. What may wait is `ncclGroupEnd`: it connects peers at the first use of
 an algorithm (2.22), exchanges handles of registered memory, waits for NCCL's network thread if that has too much to do,
 and launches the kernels, for which the stream may have no room. On a nonblocking communicator it gives all of that to a
-thread of NCCL's and returns, so it may keep the lock; on a blocking one, which NCCL_COMM_BLOCKING=1 makes of ours, it
-must not. Neither may what connects, registers memory or ends a communicator.
+thread of NCCL's and returns, so it may keep the lock; on a blocking one it must not. That costs nothing beside a thread
+that computes: it would need longer to wake up than the call takes. Neither may what connects, registers memory or ends
+a communicator.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Config(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
     @classmethod
-    def nonblocking(cls) -> Config:
-        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, OLDEST, 0)
+    def of(cls, blocking: bool) -> Config:
+        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, OLDEST, blocking)
 
 
 _STREAM = _COMMUNICATOR = _MEMORY = c_void_p

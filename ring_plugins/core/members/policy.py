@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -129,6 +130,11 @@ def _check_variables_of_gpus(on_failure: str) -> None:
                 f'{variable.name}={variable.text()} does not work with on_failure="{on_failure}": {reason}, and the '
                 f"first lost rank ends the communicator. Unset {variable.name} on all ranks, or {_REMEDY}."
             )
+    if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+        raise ArgumentError(
+            f'NCCL_COMM_BLOCKING=1 does not work with on_failure="{on_failure}": a rank that is inside NCCL when '
+            f"another one dies would stay there. Unset it on all ranks, or {_REMEDY}."
+        )
 
 
 def check_values(on_failure: Any, min_ranks: Any, max_ranks: Any) -> None:

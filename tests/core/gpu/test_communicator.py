@@ -1,9 +1,5 @@
 """DeviceCommunicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
 
-import gc
-import threading
-import time
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +8,7 @@ import torch
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.base.errors import ArgumentError, DeviceError, PeerFailed
-from ring_plugins.core.control.wait import PeerRejected
-from ring_plugins.core.gpu import connection, executor, nccl
+from ring_plugins.core.gpu import nccl
 from tests.gpu_stand_in import alone
 from tests.launch import run_ranks, start_ranks
 
@@ -192,30 +186,6 @@ def reduce(communicator):
     communicator.all_reduce(on_device(np.ones(3, np.float32)), Op.SUM)
 
 
-def test_a_communicator_is_finalized_and_destroyed():
-    communicator, library = alone()
-    reduce(communicator)
-    communicator.close()
-    assert library.log == [["all_reduce"], "finalize", "destroy"]
-
-
-def test_a_group_that_nccl_has_queued_at_once_is_not_polled():
-    communicator, library = alone()
-    reduce(communicator)
-    library.polls = library.asked = 0
-    reduce(communicator)
-    assert library.asked == 0
-
-
-def test_no_nap_while_a_thread_of_nccl_queues_a_group(monkeypatch):
-    communicator, library = alone()
-    reduce(communicator)
-    monkeypatch.setattr(connection, "_SPIN", 5.0)  # a thread of the stand-in may be slow on a busy machine
-    monkeypatch.setattr(communicator.executor.wait, "until", None)
-    library.group_seconds = 0.0005
-    reduce(communicator)
-
-
 def test_events_are_used_again():
     communicator, library = alone()
     for _ in range(10):
@@ -249,149 +219,3 @@ def test_only_what_a_sum_could_overflow_is_averaged_by_nccl(dtype, op):
     assert library.reductions == [nccl.REDUCTIONS[op]]
     assert full.tolist() == [3] * 4
     assert out.tolist() == [3 if op is Op.AVERAGE else 1.5] * 4  # the stand-in averages over one rank
-
-
-def test_what_a_started_function_writes_to_lives_until_the_gpu_is_done():
-    class Destination:
-        def store(self):
-            pass
-
-    communicator, library = alone()
-    destination, done = Destination(), threading.Event()
-    seen = weakref.ref(destination)
-    library.cuda.streams[communicator.stream].work.put(done.wait)
-
-    def operation(target=destination):
-        reduce(communicator)
-        target.store()  # a copy on the GPU, behind the reduction
-
-    communicator.start("async", operation)  # nobody keeps the work
-    del destination, operation
-    gc.collect()
-    lived = seen() is not None
-    done.set()
-    communicator.synchronize()
-    gc.collect()
-    assert lived
-    assert seen() is None
-
-
-@pytest.mark.timeout(120)
-def test_a_live_graph_does_not_hold_up_closing():
-    communicator, library = alone()
-    reduce(communicator)
-    library.cuda.capturing = True
-    reduce(communicator)
-    library.cuda.capturing = False
-    communicator.close()  # NCCL would wait for the graph's end
-    assert library.log == [["all_reduce"], ["all_reduce"]]  # left to the end of the process
-
-
-@pytest.mark.timeout(120)
-def test_a_finalize_that_does_not_end_is_aborted_elsewhere(monkeypatch):
-    monkeypatch.setattr(connection, "FINALIZE_TIMEOUT", 0.05)
-    monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
-    communicator, library = alone()
-    reduce(communicator)
-    (made,) = library.communicators.values()
-    made.unreferenced.clear()  # by a graph that our queue does not know of
-    communicator.close()
-    assert library.log[1:] == ["finalize", "abort"]
-    made.unreferenced.set()
-
-
-@pytest.mark.timeout(120)
-def test_nobody_waits_for_an_abort_that_hangs(monkeypatch):
-    monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.05)
-    communicator, library = alone()
-    reduce(communicator)
-    library.aborts_end = False
-    error = PeerFailed("rank 1 died", 1)
-    threading.Thread(target=communicator.executor.abort, args=(error,), daemon=True).start()
-    deadline = time.monotonic() + 60
-    while "abort" not in library.log and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert "abort" in library.log  # and it never returns
-    raised = []
-
-    def call():
-        try:
-            reduce(communicator)
-        except PeerFailed as failure:
-            raised.append(failure)
-
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(30)
-    assert [(type(again), str(again), again.rank) for again in raised] == [(PeerFailed, "rank 1 died", 1)]
-    communicator.close()
-
-
-class Groups:
-    """What this member has rejected, and what others have, by number and rejections before."""
-
-    def __init__(self):
-        self.told, self.rejections = [], {}
-
-    def reject(self, number, before, operation, error):
-        self.told.append((number - executor._ON_GPU, before, operation))
-
-    def rejection(self, number, before):
-        return self.rejections.get((number - executor._ON_GPU, before), "")
-
-
-class Host:
-    """The communicator of the hosts."""
-
-    def __init__(self, host):
-        self.host, self.groups, self.interrupted = host, Groups(), []
-
-    def __getattr__(self, name):
-        return getattr(self.host, name)
-
-    def interrupt(self, operation, error):
-        self.interrupted.append(operation)
-
-
-def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdog(monkeypatch):
-    monkeypatch.setattr(executor, "HostCommunicator", Host)
-    communicator, library = alone()
-    communicator._host = communicator.executor.host = host = Host(communicator._host)
-    integers = on_device(np.ones(3, np.int32))
-
-    def reject():
-        with pytest.raises(ArgumentError) as caught:
-            communicator.all_reduce(integers, Op.AVERAGE)
-        communicator.reject("a layer above", caught.value)  # knows the same error
-
-    reject()
-    reject()
-    reduce(communicator)
-    reject()
-    assert host.groups.told == [(0, 0, "all_reduce"), (0, 1, "all_reduce"), (1, 0, "all_reduce")]
-    communicator.synchronize()
-    communicator.executor.poll([])
-    done = threading.Event()
-    library.cuda.waits_at_once = False
-    library.cuda.streams[communicator.stream].work.put(done.wait)
-    reduce(communicator)  # the second operation, after one rejected call
-    host.groups.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
-    communicator.executor.poll([])
-    communicator.check()
-    host.groups.rejections[1, 1] = "rank 1 rejected it."
-    communicator.executor.poll([])
-    with pytest.raises(PeerRejected, match=r"rank 1 rejected it. The GPU of rank 0 waits for it in .*: all_reduce"):
-        communicator.check()
-    assert len(host.interrupted) == 1
-    done.set()
-
-
-def test_a_failure_of_this_ranks_gpu_is_told_to_the_others_whose_gpus_would_wait_for_it():
-    communicator, library = alone()
-    communicator.executor.host = host = Host(communicator._host)
-    reduce(communicator)
-    library.async_error = 6
-    communicator.executor.poll([])
-    with pytest.raises(DeviceError):
-        reduce(communicator)
-    assert host.interrupted == [f"{communicator.name}: all_reduce"]

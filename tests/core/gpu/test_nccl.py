@@ -67,12 +67,12 @@ def test_connecting_without_a_gpu_raises(real):
             1,
             nccl.UniqueId.from_buffer_copy(real.unique_id()),
             0,
-            ctypes.byref(nccl.Config.nonblocking()),
+            ctypes.byref(nccl.Config.of(blocking=False)),
         )
 
 
 def test_the_config_has_the_layout_of_nccl_h_2_14():
-    config = nccl.Config.nonblocking()
+    config = nccl.Config.of(blocking=False)
     assert (config.size, config.magic, config.version, config.blocking) == (24, 0xCAFEBEEF, 21400, 0)
     assert [getattr(nccl.Config, name).offset for name in ("size", "magic", "version", "blocking")] == [0, 8, 12, 16]
 

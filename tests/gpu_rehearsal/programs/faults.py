@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # here, not in every rank: making an optimizer imports it
 from torch import nn
 
 import ring_plugins as ring

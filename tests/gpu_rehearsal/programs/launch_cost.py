@@ -4,7 +4,8 @@
 
 Each rank starts a bucket of ten numbers and lets its stream wait for it, as a backward does, alone and beside a thread
 that computes in Python, which a data loader or a logger may have. The simulated NCCL has a real one's thread for each
-group of a nonblocking communicator; with NCCL_COMM_BLOCKING=1 it has none.
+group of a nonblocking communicator, which NCCL_COMM_BLOCKING=0 makes. RING_SIMULATED_LAUNCH=40 lets launching kernels
+take 40 µs.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ struct ncclComm {
   nccl::Visitor visitor;
   std::string name;
   int device = 0;
-  bool blocking = true, dead = false;
+  bool blocking = true, dead = false, is_connected = false;
   long splits = 0;
   std::map<int, std::pair<double, const void*>> factors;  // of a reduction that multiplies first: a number, or where it is
   std::atomic<int> state{NCCL_SUCCESS}, under_way{0};

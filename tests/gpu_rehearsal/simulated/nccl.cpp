@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -95,7 +96,16 @@ void launch(ncclComm* communicator, sim::Stream* stream, std::function<void()> k
   communicator->last_stream = stream, communicator->last = sim::mark(stream);
 }
 
+// What a card's driver takes to launch kernels: RING_SIMULATED_LAUNCH microseconds, which the calling thread computes.
+void spend_launch_time() {
+  static const auto time = std::chrono::microseconds(sim::setting("LAUNCH", 0));
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < end) {
+  }
+}
+
 void queue(std::vector<Call> calls) {
+  spend_launch_time();
   std::map<std::pair<ncclComm*, sim::Stream*>, std::vector<Call>> transfers;
   for (const Call& call : calls)
     if (call.kind == nccl::SEND || call.kind == nccl::RECEIVE)
@@ -106,18 +116,26 @@ void queue(std::vector<Call> calls) {
     launch(where.first, where.second, [together = together] { nccl::run_transfers(together); });
 }
 
+// With RING_SIMULATED_LAZY=1 a communicator connects its members at its first group, as NCCL 2.22 does for each algorithm.
+void connect_at_first_use(ncclComm* communicator) {
+  if (!sim::setting("LAZY", 0) || communicator->is_connected) return;
+  communicator->is_connected = communicator->visitor.meet();
+}
+
 int end_group() {
   std::vector<Call> calls = std::move(group);
   group.clear();
   bool nonblocking = false;
   for (const Call& call : calls) nonblocking |= !call.communicator->blocking;
   if (!nonblocking) {
+    for (const Call& call : calls) connect_at_first_use(call.communicator);
     queue(std::move(calls));
     return NCCL_SUCCESS;
   }
   for (const Call& call : calls) call.communicator->state = IN_PROGRESS;
   run_later([calls = std::move(calls)] {
     usleep(sim::random_below(sim::setting("LAG", 0)));
+    for (const Call& call : calls) connect_at_first_use(call.communicator);
     queue(calls);
     for (const Call& call : calls) {
       int in_progress = IN_PROGRESS;
