@@ -38,6 +38,7 @@ from ring_plugins.observe.consistency import (
     checksum,
     differing_weights,
     is_check_wanted,
+    raise_failure_of_gpus,
     what_differs,
 )
 
@@ -166,6 +167,7 @@ class Weights:
             if different:
                 raise MismatchError(f"{different}, so their weights would drift apart. Set the same on all ranks.")
             return
+        raise_failure_of_gpus(communicator)
         cause = _cause(different) or _LIKELY_CAUSES
         if len(set(starts)) > 1 or None in starts:
             cause = f"{_OTHER_STARTS} {SWITCH if None not in starts else cause}"

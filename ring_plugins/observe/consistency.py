@@ -35,7 +35,7 @@ import numpy as np
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, name_ranks
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, DriftError, MismatchError, name_ranks
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
@@ -384,7 +384,27 @@ def _difference(checksums: Checksums, communicator: Communicator[Any]) -> str:
     """Which ranks and weights differ, as part of a sentence; "" if none does. Collective."""
     names, sums = checksums()
     by_rank = _unequal(sums, communicator)
-    return "" if by_rank is None else what_differs(names, by_rank, communicator.ranks)
+    if by_rank is None:
+        return ""
+    raise_failure_of_gpus(communicator)
+    return what_differs(names, by_rank, communicator.ranks)
+
+
+def raise_failure_of_gpus(communicator: Communicator[Any]) -> None:
+    """Raise why weights differ, if a GPU has failed that nobody has waited for since. Collective.
+
+    Raises:
+        DeviceError: on all ranks.
+    """
+    errors = filter(None, (one.failed() for one in current().device_executors())) if is_initialized() else ()
+    own = next((str(error) for error in errors if isinstance(error, DeviceError)), "")
+    told = communicator.all_gather_object(own, "failures of GPUs")
+    for rank, text in zip(communicator.ranks, told, strict=True):
+        if text:
+            raise DeviceError(
+                f"the weights of the ranks differ, because the GPU of rank {rank} failed: {text.rstrip('.')}. What "
+                "they have computed since is wrong: continue from a checkpoint."
+            )
 
 
 def _unequal(sums: Sequence[int], communicator: Communicator[Any]) -> list[list[int]] | None:

@@ -44,6 +44,7 @@ from ring_plugins.observe.consistency import (
     checksum,
     differing_weights,
     is_check_wanted,
+    raise_failure_of_gpus,
     what_differs,
 )
 from ring_plugins.torch.changes import Claim, is_claimed
@@ -223,8 +224,10 @@ class Weights:
         """Which weights differ now, of those compared after so many passes; "" if none does. Collective."""
         names, sums = self._checksums(passes)
         by_rank = communicator.all_gather_object(sums, "check of weights")
-        is_equal = all(of_rank == by_rank[0] for of_rank in by_rank)
-        return "" if is_equal else what_differs(names, by_rank, communicator.ranks)
+        if all(of_rank == by_rank[0] for of_rank in by_rank):
+            return ""
+        raise_failure_of_gpus(communicator)
+        return what_differs(names, by_rank, communicator.ranks)
 
     def _likely_causes(self, communicator: Communicator[Any]) -> str:
         """Why weights differ, as far as the ranks know, and what to do. Collective."""

@@ -8,7 +8,8 @@ import pytest
 
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError, DeviceError, MismatchError
+from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.observe import consistency
 from ring_plugins.observe.consistency import (
     Checks,
@@ -294,3 +295,13 @@ def test_an_error_names_the_first_of_many_parameters():
     text = str(trained_error([["shared", *many], ["shared"]], ["", ""], [4, 7]))
     assert "(rank 4: layer 0, layer 1, layer 2, layer 3 and 5 more; rank 7: none that others do not train)" in text
     assert trained_error([many, many], ["", ""], [0, 1]) is None
+
+
+def test_weights_that_differ_since_a_gpu_failed_are_blamed_on_it(monkeypatch):
+    failed = [SimpleNamespace(failed=lambda error=error: error) for error in (None, DeviceError("NCCL failed."))]
+    monkeypatch.setattr(consistency, "is_initialized", lambda: True)
+    monkeypatch.setattr(consistency, "current", lambda: SimpleNamespace(device_executors=lambda: failed))
+    with pytest.raises(DeviceError, match=r"because the GPU of rank 0 failed: NCCL failed\. What they have computed"):
+        consistency.raise_failure_of_gpus(SingleCommunicator("job"))
+    del failed[1]
+    consistency.raise_failure_of_gpus(SingleCommunicator("job"))
