@@ -7,6 +7,7 @@
 Of four ranks, 0 and 1 have an expert each, and so have 2 and 3. A digit goes to the expert that its gate chooses,
 within the `pair`, and comes back. Gradients of an expert are averaged over the ranks that have a copy of it (`copies`:
 0 and 2, or 1 and 3), those of the dense layers over all ranks. So there are two optimizers with different parameters.
+Gradients are clipped by the norm of all of them.
 """
 
 import argparse
@@ -26,6 +27,7 @@ parser.add_argument("--steps", type=int, default=200)
 arguments = parser.parse_args()
 
 experts, width, batch_size, learning_rate = 2, 64, 64, 0.1  # the batch is that of all ranks together
+most = 0.5  # of the norm of the gradients
 
 
 class Experts(nn.Module):
@@ -66,9 +68,10 @@ model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), middle, nn.Linear(width, 
 
 sharded = {id(parameter) for parameter in middle.own.parameters()}
 dense = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in sharded]
+of_all_ranks = [parameter for _, parameter in dense]
 broadcast_parameters(dense)
 broadcast_parameters(middle.own, root=copies.ranks[0], group=copies)
-of_dense = DistributedOptimizer(torch.optim.SGD([p for _, p in dense], learning_rate, momentum=0.9), dense)
+of_dense = DistributedOptimizer(torch.optim.SGD(of_all_ranks, learning_rate, momentum=0.9), dense)
 of_experts = DistributedOptimizer(
     torch.optim.SGD(middle.own.parameters(), learning_rate, momentum=0.9), middle.own.named_parameters(), group=copies
 )
@@ -84,6 +87,11 @@ for step in range(arguments.steps):
     # ranks' losses over the number of copies. Their mean is over the number of ranks.
     for parameter in middle.own.parameters():
         parameter.grad *= copies.size / size
+    # Clipping needs the norm of all gradients, equal on all ranks; clip_grad_norm_ knows this rank's experts only.
+    of_others, of_own = (sum(p.grad.square().sum() for p in some) for some in (of_all_ranks, middle.own.parameters()))
+    norm = (of_others + ring.all_reduce(of_own, ring.SUM, group=pair)).sqrt()
+    for parameter in model.parameters():
+        parameter.grad *= (most / norm).clamp(max=1)
     of_dense.step()
     of_experts.step()
 

@@ -93,8 +93,7 @@ class join:  # noqa: N801 - a context, named as a function
         last: a rank that came last, the lowest of several, in the first averager's group; known behind the block.
 
     Raises:
-        ArgumentError: there is neither an optimizer nor an averager among `parts`, or one of a group of ranks, or
-            something else.
+        ArgumentError: there is neither an optimizer nor an averager among `parts`, or something else.
     """
 
     def __init__(self, *parts: Any, batch_size: int = 1, passes: int = 1) -> None:
@@ -122,11 +121,6 @@ class join:  # noqa: N801 - a context, named as a function
         if not self._averagers:
             raise ArgumentError(
                 "join() needs what averages gradients: a ring_plugins.torch.DistributedOptimizer or GradientAverager."
-            )
-        if any(one.communicator.size > 1 and one.communicator.size != ring.size() for one in self._averagers):
-            raise ArgumentError(
-                "join() follows what all ranks average, and this is averaged in a group. Give the ranks of a "
-                "group equally many batches."
             )
 
     def __enter__(self) -> Self:

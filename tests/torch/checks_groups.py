@@ -82,6 +82,37 @@ def averagers_of_different_groups_have_different_parameters():
         averager.close()
 
 
+def an_overflow_in_the_expert_of_one_group_is_one_on_all_ranks():  # as docs/groups.md says
+    torch.manual_seed(0)
+    dense, expert = nn.Linear(3, 3).double(), nn.Linear(3, 2).double()
+    parts = (dense, None), (expert, MINE)
+    optimizers = [
+        DistributedOptimizer(torch.optim.Adam(m.parameters()), m.named_parameters(), group=g) for m, g in parts
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        before = weights(dense)
+        scaler.scale(expert(dense(batch(RANK))).square().mean()).backward()
+        if step == 1 and RANK in (0, 2):
+            expert.weight.grad *= float("inf")
+        overflow = not all(parameter.grad.isfinite().all() for parameter in expert.parameters())
+        if ring.all_reduce(float(overflow), ring.MAX):
+            for parameter in [*dense.parameters(), *expert.parameters()]:
+                parameter.grad.fill_(float("inf"))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, weights(dense)) == (step == 1)
+    assert ring.all_gather_object(scaler.get_scale()) == [16.0] * SIZE  # halved once, doubled once
+    own = [weights(dense), weights(expert)]
+    for others, group in zip(own, (None, MINE), strict=True):
+        assert all(torch.equal(others, other) for other in ring.all_gather_object(others, group=group))
+    for optimizer in optimizers:
+        optimizer.close()
+
+
 def gradients_pass_within_the_group():
     x = torch.full((MINE.size,), RANK + 1.0, dtype=torch.float64, requires_grad=True)
     places = torch.arange(1.0, MINE.size + 1, dtype=torch.float64)
@@ -182,6 +213,7 @@ if __name__ == "__main__":
         [
             a_group_trains_as_one_process_on_its_batches,
             averagers_of_different_groups_have_different_parameters,
+            an_overflow_in_the_expert_of_one_group_is_one_on_all_ranks,
             gradients_pass_within_the_group,
             groups_may_have_had_different_numbers_of_collectives,
             options_are_compared_within_the_group,
