@@ -17,6 +17,7 @@ from ring_plugins.torch.backend import register
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.compiled import leave_out_of_compilation
 from ring_plugins.torch.differentiable import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from ring_plugins.torch.global_batch import GlobalBatches
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.join import join
 from ring_plugins.torch.loaders import ElasticSampler
@@ -33,6 +34,7 @@ __all__ = [
     "BalanceMonitor",
     "DistributedOptimizer",
     "ElasticSampler",
+    "GlobalBatches",
     "GradientAverager",
     "LocalUpdates",
     "SyncBatchNorm",

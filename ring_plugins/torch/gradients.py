@@ -212,6 +212,8 @@ class GradientAverager:
     @property
     def named_parameters(self) -> Sequence[Named]:
         """(name, parameter) pairs in the order in which ranks average them; a shared parameter once."""
+        if self._buckets is None and not self.is_closed:  # a single rank, which averages nothing
+            return [(name, parameter) for parameter, name in {p: name for name, p in self._sets.all_named()}.items()]
         return self._sets.named
 
     def set_parameters(self, parameters: Sequence[Named]) -> None:
@@ -219,6 +221,11 @@ class GradientAverager:
         self._sets.model = list(parameters)
         if self._buckets is not None:
             self._sets.take_parameters()
+
+    @property
+    def passes_per_step(self) -> int:
+        """Backward passes of a step, of which the last one communicates."""
+        return self._passes_per_step
 
     def set_passes_per_step(self, passes: int) -> None:
         """Replace `passes_per_step`, on all ranks between the same two steps. Passes since the last step do not count.
@@ -268,6 +275,17 @@ class GradientAverager:
         if passes is not None:
             self._passes = passes
         return self._passes
+
+    def wants_change(self) -> bool:
+        """Whether this rank is to leave, or sees that others wait to join; asked before averages are taken."""
+        return current().elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
+
+    def note_averages(self) -> None:
+        """Note that gradients are averages of all ranks, made without a pass; collective if ranks have changed."""
+        self.forget_gradients()
+        self.steps += 1
+        if self._recovery is not None:
+            self._recovery.after_pass(self._sets.named)
 
     def begin_step(self) -> None:
         """Forget the passes of a step that the script gave up, as `DistributedOptimizer.zero_grad` does.

@@ -28,6 +28,9 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.groups import Group, communicator_of
 
+#: Why ranks cannot be in the same layers now; "" if they can.
+refusal = ""
+
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization whose statistics in training are those of the batches of all ranks together.
@@ -134,6 +137,8 @@ def forward_over_ranks(layer: _BatchNorm, place: str, group: Group | None, x: Te
     """
     if not (layer.training and world.is_initialized() and communicator_of(group).size > 1):
         return _BatchNorm.forward(layer, x)
+    if refusal:
+        raise ArgumentError(refusal)
     world.current().refuse_to_recover("Batch normalization over the batches of all ranks")
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     if x.shape[1] != layer.num_features:

@@ -1,0 +1,205 @@
+"""Steps with the same samples on any number of ranks: weights are those of a plain loop in one process."""
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+import ring_plugins as ring
+from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.torch import DistributedOptimizer, ElasticSampler, GlobalBatches
+from ring_plugins.torch.global_batch import _numbers, _Plan, job_order
+from tests.launch import run_ranks
+from tests.torch.checks_global_batch import BATCH, EPOCHS, GLOBAL, Model, alone, dataset, loss_of
+
+CHECKS = Path(__file__).with_name("checks_global_batch.py")
+
+
+@pytest.fixture
+def job():
+    ring.init(ranks=1)
+    yield
+    ring.shutdown()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("end", [16, 13, 3])
+def test_each_sample_of_a_step_is_computed_by_one_rank_whatever_their_number(size, end):
+    by_rank = [_numbers(rank, size, 32, 32 + end, 4) for rank in range(size)]
+    assert sorted(itertools.chain(*by_rank)) == list(range(32, 32 + end, 4))
+    counts = [len(numbers) for numbers in by_rank]
+    assert max(counts) - min(counts) <= 1
+    assert all(number + 4 <= 32 + end for numbers in by_rank for number in numbers[1:])  # a smaller one comes first
+    order = list(range(100, 100 + 32 + end))
+    divided = []
+    for rank in range(size):
+        plan = _Plan()
+        plan.take(order, 4, 16)
+        plan.divide(rank, size, 16)
+        assert len(plan) == len(list(plan))
+        divided += itertools.chain(*plan)
+    assert sorted(divided) == order[16:]
+
+
+def train(model, loader, exact, epochs=EPOCHS, stop=None, state=None, **options):
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), 0.05), model.named_parameters())
+    steps = GlobalBatches(loader, optimizer, global_batch_size=GLOBAL, exact=exact, **options)
+    if state is not None:
+        steps.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    done = 0
+    while steps.state_dict()["epoch"] < epochs:
+        for step in steps:
+            if done == stop:
+                return steps.state_dict(), optimizer.state_dict()
+            for x, y in step:
+                loss_of(model, x, y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            done += 1
+    return None
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_one_rank_trains_as_a_plain_loop_and_so_it_does_if_it_goes_on_from_a_checkpoint(job, exact):
+    torch.manual_seed(1)
+    model, loader = Model(), DataLoader(dataset(), BATCH, shuffle=True)
+    expected = alone(copy.deepcopy(model), loader)
+    state = train(model, loader, exact, stop=7)
+    assert state[0] == {"epoch": 1, "samples": 2 * GLOBAL}
+    train(model, loader, exact, state=state)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_the_order_is_the_samplers_and_that_of_every_process():
+    data, weights = dataset(), torch.rand(70)
+    orders = []
+    for seed in (1, 2):  # of two processes
+        torch.manual_seed(seed)
+        loaders = [
+            DataLoader(data, 4, shuffle=True),
+            DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(seed)),
+            DataLoader(data, 4, sampler=WeightedRandomSampler(weights, 50)),
+            DataLoader(data, 4, sampler=range(9, 0, -1)),
+        ]
+        before = torch.get_rng_state()
+        orders.append([[job_order(loader.sampler, 0, epoch) for epoch in range(2)] for loader in loaders])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert orders[0] == orders[1]
+    shuffled, generated, weighted, own = orders[0]
+    assert shuffled[0] != shuffled[1] and sorted(shuffled[0]) == sorted(generated[0]) == list(range(70))
+    assert len(weighted[0]) == 50 and own == [list(range(9, 0, -1))] * 2
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def refused(loader, size=16, optimizer=None, **options):
+    model = nn.Linear(4, 1)
+    optimizer = optimizer or DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
+    with pytest.raises(ArgumentError) as caught:
+        GlobalBatches(loader, optimizer, global_batch_size=size)
+    return str(caught.value)
+
+
+def test_what_cannot_be_divided_is_rejected(job):
+    data = dataset()
+    assert "global_batch_size=18 on rank 0 is no multiple of the loader's batch_size=4" in refused(
+        DataLoader(data, 4), 18
+    )
+    assert "take 16 or 20" in refused(DataLoader(data, 4), 18)
+    assert "take 4, or" in refused(DataLoader(data, 4), 2)
+    for size in (0, 2.0, True):
+        assert f"global_batch_size={size!r} is not a positive number" in refused(DataLoader(data, 4), size)
+    assert "a Numbers, an IterableDataset" in refused(DataLoader(Numbers(), 4))
+    assert "a batch sampler of its own (list)" in refused(DataLoader(data, batch_sampler=[[1], [2, 3]]))
+    assert "is not a torch DataLoader" in refused([1, 2])
+    for sampler in (DistributedSampler(data, 2, 0), ElasticSampler(data)):
+        assert f"has a {type(sampler).__name__}, which divides samples" in refused(DataLoader(data, 4, sampler=sampler))
+    assert "multiply global_batch_size by it" in refused(DataLoader(data, 4), backward_passes_per_step=2)
+    assert "was given a SGD" in refused(DataLoader(data, 4), optimizer=torch.optim.SGD(Model().parameters(), 0.1))
+    with pytest.raises(ArgumentError, match="needs the DistributedOptimizers"):
+        GlobalBatches(DataLoader(data, 4), global_batch_size=16)
+
+
+def test_a_step_that_is_not_whole_is_an_error(job):
+    model, loader = nn.Linear(4, 1), DataLoader(dataset(), BATCH)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    def clear():
+        for x, y in next(iter(GlobalBatches(loader, optimizer, global_batch_size=GLOBAL))):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+
+    def leave():
+        for step in GlobalBatches(loader, optimizer, global_batch_size=GLOBAL):
+            next(iter(step))
+
+    with pytest.raises(RingError, match="has cleared gradients between two batches of a step"):
+        clear()
+    with pytest.raises(RingError, match="has left the loop over a step of GlobalBatches before its end"):
+        leave()
+
+
+def test_an_incomplete_last_step_is_left_out_as_the_loader_says(job):
+    optimizer = DistributedOptimizer(torch.optim.SGD(nn.Linear(4, 1).parameters(), 0.1))
+    lengths = [
+        len(GlobalBatches(DataLoader(dataset(), BATCH, drop_last=drops), optimizer, global_batch_size=GLOBAL))
+        for drops in (False, True)
+    ]
+    assert lengths == [5, 4]
+
+
+def run(ranks, timeout=600, **env):
+    told = {f"TEST_{key.upper()}": value if isinstance(value, str) else json.dumps(value) for key, value in env.items()}
+    return run_ranks(CHECKS, ranks, env=told, timeout=timeout)
+
+
+def check(result, slots, exact=True):
+    for slot in slots:
+        assert result.reports[slot][f"error {exact}"] < 1e-6, str(result)
+        assert result.reports[slot][f"equal {exact}"] or not exact, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_weights_are_those_of_one_process_on_any_number_of_ranks(count):
+    result = run(count, exact=[True, False], workers="1" if count == 2 else "0")
+    check(result, range(count))
+    check(result, range(count), exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("point", ["now", "SIGTERM"])
+def test_a_step_in_which_a_rank_is_killed_or_leaves_has_all_of_its_samples(exact, point):
+    result = run(4, failure="continue", exact=[exact], ends=[[1, 6, point]])
+    check(result, [0, 2, 3], exact)
+    history = result.reports[0]["history"]
+    assert [times for _, times in history] == [1] * 6 + [2 if point == "now" else 1] + [1] * 8
+    assert [size for size, _ in history[7:]] == [3] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_rank_that_is_killed_is_replaced_in_the_middle_of_an_epoch(exact):
+    result = run(3, failure="replace", exact=[exact], ends=[[1, 6, "now"]], wanted="3", waits=[7])
+    check(result, range(3), exact)
+    sizes = [size for size, _ in result.reports[1]["history"]]
+    assert sizes == [3] * 6 + [2] * (sizes.count(2)) + [3] * (9 - sizes.count(2)) and 0 < sizes.count(2) < 5
+
+
+@pytest.mark.slow
+def test_an_added_rank_joins_in_the_middle_of_an_epoch():
+    result = run(2, failure="replace", most="3", exact=[False], added="6", wanted="3", waits=[7])
+    check(result, range(3), False)
+    sizes = [size for size, _ in result.reports[2]["history"]]
+    assert sizes[:7] == [2] * 7 and sizes[-1] == 3
