@@ -1,5 +1,7 @@
 """All-reduce of 25 MiB of gradients between hosts with each codec, in milliseconds, on slow and fast networks.
 
+And training steps of a perceptron with 10 MiB of weights with each way that "auto" tries, and with what it has chosen.
+
     python benchmarks/compression.py                          # 100 Mbit/s, 1 and 10 Gbit/s on two test hosts, as root
     python benchmarks/compression.py --hosts 4 --rate 1gbit   # one network, printed only
     mpirun -n 2 --hostfile hosts python benchmarks/compression.py --here  # on real hosts
@@ -12,22 +14,27 @@ error feedback, as `DistributedOptimizer` uses them. Gradients are normal number
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from measure import init_under_mpirun, machine, on_test_hosts, save, used_by_others
+from torch import nn
 
 import ring_plugins as ring
 from ring_plugins.benchmarking import Times, interleaved
-from ring_plugins.core.arrays.codec import CODECS, Compression
+from ring_plugins.core.arrays.codec import AUTO, CODECS, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.world import current
+from ring_plugins.torch import GradientAverager
 
 BYTES = 25 << 20
+WIDTH = 512
 RATES = ["100mbit", "1gbit", "10gbit"]
 SIZES = [1e-3, 1e-5]
 RANKS = "one rank of one thread per test host, which share these cores"
@@ -52,16 +59,43 @@ def variants() -> dict[str, Callable[[], None]]:
     return found
 
 
+def steps() -> tuple[dict[str, Callable[[], None]], str]:
+    """By name, a function that makes training steps; and what "auto" has chosen."""
+    found: dict[str, Callable[[], None]] = {}
+    chosen = ""
+    for name in [None, "bf16", "int8", AUTO]:
+        torch.manual_seed(0)
+        layers = [[nn.Linear(WIDTH, WIDTH), nn.ReLU()] for _ in range(10)]
+        model = nn.Sequential(*itertools.chain(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        averager = GradientAverager(model, compression=name)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.randn(16, WIDTH)).square().mean().backward()
+            optimizer.step()
+
+        choices = averager._sets.compression, averager._sets.overlap
+        while not all(choice.finished for choice in choices):
+            step()
+        if name == AUTO:
+            chosen = str(choices[0].now)
+        found[f"step, {name or 'none'}"] = step
+    return found, chosen
+
+
 def worker(options: argparse.Namespace) -> None:
     """Measure among the ranks that mpirun has started."""
     init_under_mpirun(options.address)
-    made = variants()
+    torch.set_num_threads(1)
+    made, (trained, chosen) = variants(), steps()
+    made |= trained
     interleaved(made, 1, 1)
     times: dict[str, Times] = interleaved(made, options.repetitions, 1)
     shared = used_by_others(float(ring.all_reduce(time.process_time(), ring.SUM)))
     if ring.rank() == 0:
         seconds = {name: vars(one) for name, one in times.items()}
-        record = {"hosts": ring.num_nodes(), "ranks": ring.size(), "shared": shared, "seconds": seconds}
+        record = {"hosts": ring.num_nodes(), "ranks": ring.size(), "shared": shared, "seconds": seconds, "auto": chosen}
         if options.out:
             Path(options.out).write_text(json.dumps(record))
         for name, one in times.items():
@@ -78,6 +112,8 @@ def report(record: dict[str, object]) -> None:
             f"{name} {(t := seconds[f'{name}, {size:g}']['median']) * 1e3:,.0f} ({plain / t:.2f}x)" for name in CODECS
         ]
         print(f"  numbers of size {size:g}: none {plain * 1e3:,.0f}, {', '.join(row)}")
+    ways = [f"{name[6:]} {one['median'] * 1e3:,.0f}" for name, one in seconds.items() if name.startswith("step, ")]
+    print(f"  steps: {', '.join(ways)}; auto chose {record['auto']}")
     print(machine(RANKS, float(str(record["shared"]))))
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ring_plugins.planning import Network, Prediction, Profile
 
 
+#: Share of a step from which on options for slow networks are worth a line.
+_SLOW = 0.05
+
+
 def plan(
     model: Annotated[
         str | None,
@@ -76,7 +80,16 @@ def plan(
     * `ring plan --profile mine.json --network network.json -n 64`
     """
     from ring_plugins.core.base.errors import ArgumentError
-    from ring_plugins.planning import Profile, counts, default_sizes, needed_gigabits, parse, predict, reference
+    from ring_plugins.planning import (
+        Profile,
+        counts,
+        default_sizes,
+        needed_gigabits,
+        parse,
+        predict,
+        reference,
+        remedies,
+    )
 
     if (model is None) == (profile is None):
         raise typer.BadParameter("give either --model or --profile.")
@@ -90,6 +103,7 @@ def plan(
     sizes = default_sizes(between)
     predictions = [predict(what, between, n, per_host, sizes, overlap=overlap) for n in counts(ranks)]
     needed = {n: needed_gigabits(what, between, n, per_host, target, sizes, overlap) for n in counts(ranks)}
+    better = remedies(what, between, predictions[-1].ranks, per_host, overlap)
     if json:
         finite = {count: None if math.isinf(rate) else rate for count, rate in needed.items()}  # JSON has no infinity
         record = {
@@ -102,10 +116,11 @@ def plan(
                 {**asdict(one), "efficiency": one.efficiency, "needed_gigabits": finite[one.ranks]}
                 for one in predictions
             ],
+            "remedies": {name: asdict(one) for name, one in better.items()},
         }
         print(json_module.dumps(record, indent=1))
     else:
-        _print(what, between, per_host, predictions, needed, target)
+        _print(what, between, per_host, predictions, needed, target, better)
     if png is not None:
         from ring_plugins.planning.drawing import draw_scaling
 
@@ -123,6 +138,7 @@ def _print(
     predictions: list[Prediction],
     needed: dict[int, float],
     target: float,
+    better: dict[str, Prediction],
 ) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
@@ -176,4 +192,10 @@ def _print(
     else:
         console.print(
             f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} would need {rate:.3g} Gbit/s per host."
+        )
+    if better and most.exposed_share > _SLOW:
+        shares = ", ".join(f"with {name} {one.exposed_share:.0%}" for name, one in better.items())
+        console.print(
+            f"{most.ranks:,} ranks would wait for this network in {most.exposed_share:.0%} of each step; {shares}: "
+            "docs/slow_networks.md."
         )

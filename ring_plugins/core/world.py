@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ring_plugins.core import exit_hooks
+from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.arrays.result_memory import kept_results
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
@@ -173,6 +174,21 @@ def has_room_to_overlap(threads: int) -> bool:
     if _world is None:
         return False
     return _world.topology.num_nodes > 1 or thread_count.share(*_world.members.cores) > threads
+
+
+def check_tried(compression: Compression | None) -> None:
+    """Reject what is tried in the first steps where processes may join that have not seen them.
+
+    Raises:
+        ArgumentError: `compression` is "auto", and on_failure "replace".
+    """
+    if compression is not None and compression.name == AUTO and replaces():
+        current().refuse_to_recover(f'compression="{AUTO}" ("bf16" and "int8" work)')
+
+
+def node_rank() -> int:
+    """The number of this process's host; 0 outside of a job."""
+    return 0 if _world is None else _world.topology.node_rank
 
 
 @contextlib.contextmanager

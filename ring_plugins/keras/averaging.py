@@ -85,8 +85,8 @@ def DistributedOptimizer(  # noqa: N802 - known by this name
     Args:
         optimizer: any Keras optimizer; for mixed precision the outermost one, a `LossScaleOptimizer`.
         bucket_bytes: size of the buckets in bytes, 4 MiB by default.
-        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, "int8" in 8; ranks on one host sum in
-            full precision.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, "int8" in 8, "auto" as is fastest;
+            ranks on one host sum in full precision.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: True averages gradients while others are still computed, False when all are there. "auto" does as
             RING_OVERLAP says, and by default tries both in the first steps and keeps the faster; on JAX it is False.

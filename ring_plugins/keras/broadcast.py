@@ -78,8 +78,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             None synchronizes only layers made with `synchronized=True`.
         write_on_root_only: False lets every rank write checkpoints and logs; use different paths on each rank.
         bucket_bytes: size in bytes of the buckets in which gradients are averaged, 4 MiB by default.
-        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, "int8" in 8; ranks on one host sum in
-            full precision.
+        compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, "int8" in 8, "auto" as is fastest;
+            ranks on one host sum in full precision.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         overlap: whether gradients are averaged while others are still computed; see `DistributedOptimizer`.
         shard_optimizer: whether each rank updates only its part of every variable and keeps only that part's slot

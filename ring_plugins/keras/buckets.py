@@ -19,9 +19,9 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.gradients.fusion import Bucket, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
-from ring_plugins.core.gradients.trials import Wanted, choose_overlap, chosen_overlap
+from ring_plugins.core.gradients.trials import Wanted, choose_compression, choose_overlap, chosen_overlap
 from ring_plugins.core.linux.thread_count import threads_in_use
-from ring_plugins.core.world import has_room_to_overlap, replaces
+from ring_plugins.core.world import check_tried, has_room_to_overlap, node_rank, replaces
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.observe.consistency import COUNT, bits_of, check_equal_after_losses, checksum, differ
 
@@ -46,7 +46,7 @@ class HostBuckets:
         entries: all gradients in the order of the model's variables.
         communicator: reduces them; must have no other use.
         sizes: sizes of the buckets, and of gradients that are too large for them.
-        compression: how gradients are compressed between hosts; None sends them as they are.
+        compression: as the user asks; None sends gradients as they are.
         in_place: whether large gradients may be overwritten.
         overlap: whether buckets are reduced while others are still to come; see `choose_overlap`.
         checks: what passes compare among the ranks.
@@ -80,7 +80,9 @@ class HostBuckets:
             overlap = chosen_overlap(overlap) is True
         has_room = has_room_to_overlap(threads_in_use())
         chosen = choose_overlap(overlap, has_room, communicator)
-        self.reducer = GradientReducer(self._buffer, communicator, compression=compression, overlap=chosen)
+        check_tried(compression)
+        rounding = choose_compression(compression, node_rank(), communicator)
+        self.reducer = GradientReducer(self._buffer, communicator, compression=rounding, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass

@@ -70,7 +70,7 @@ class RingTrainerLogic(RingParallelLogic):
         autotune: Whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default.
         compression: "fp16" or "bf16" sends gradients in 16 bits between hosts, and between GPUs, "int8" in 8 bits
-            between hosts; see `ring_plugins.torch.GradientAverager`.
+            between hosts; "auto" tries it; see `ring_plugins.torch.GradientAverager`.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         shard_optimizer: True lets each rank update 1/n of the parameters and keep 1/n of the optimizers' state (ZeRO
             stage 1), "tensors" gives whole tensors to ranks; see `ring_plugins.torch.DistributedOptimizer`.

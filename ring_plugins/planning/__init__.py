@@ -13,6 +13,7 @@ from ring_plugins.planning.simulation import (
     needed_gigabits,
     parse,
     predict,
+    remedies,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "parse",
     "predict",
     "reference",
+    "remedies",
 ]

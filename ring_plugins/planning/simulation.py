@@ -57,6 +57,9 @@ TRANSPORTS = {
     "cpu": TransportModel(efficiency=0.22, alpha=60e-6, local_alpha=5e-6, local_gbytes=5.0, two_level=False),
     "ring": TransportModel(efficiency=0.90, alpha=100e-6, local_alpha=10e-6, local_gbytes=4.0, two_level=True),
 }
+#: By codec, the share of the bytes that travel, and seconds to round a byte of gradients, on all its ways through a
+#: host (benchmarks/compression.py at 10 Gbit/s). Rounding goes on while other pieces travel.
+_COMPRESSION = {"bf16": (0.5, 0.85e-9), "int8": (17 / 64, 1.4e-9)}
 #: Rates in Gbit/s of networks that have names.
 PRESETS = {
     "gigabit": 1.0,
@@ -78,11 +81,13 @@ class Network:
         name: for display.
         gigabits: rate of a host's link in Gbit/s.
         transport: model of the transport that uses it.
+        compression: what gradients are rounded to between hosts, "bf16" or "int8"; of two levels only.
     """
 
     name: str
     gigabits: float
     transport: TransportModel
+    compression: str | None = None
 
     def all_reduce(self, nbytes: int, ranks: int, per_host: int) -> float:
         """Seconds of one all-reduce while nothing else uses the network.
@@ -99,7 +104,9 @@ class Network:
         if hosts == 1:
             return inside
         if t.two_level:
-            return inside + _hops(hosts) * t.alpha + 2 * (hosts - 1) / hosts * nbytes / rate
+            share, rounding = _COMPRESSION[self.compression] if self.compression else (1.0, 0.0)
+            between = max(2 * (hosts - 1) / hosts * nbytes * share / rate, nbytes * rounding)
+            return inside + _hops(hosts) * t.alpha + between
         hops = hosts * t.alpha + (ranks - hosts) * t.local_alpha
         share = 2 * (ranks - 1) / ranks
         return share * hops + share * nbytes / min(rate, local_rate)
@@ -198,6 +205,7 @@ class Prediction:
         waiting: seconds of that step spent waiting for the slowest rank (the straggler).
         exposed: seconds of that step spent in communication that backward does not hide.
         communication: seconds of communication in all, hidden or not.
+        exposed_share: `exposed` as a share of the step.
     """
 
     ranks: int
@@ -211,6 +219,10 @@ class Prediction:
     def efficiency(self) -> float:
         """Throughput relative to that of the same number of ranks without communication."""
         return self.alone / self.step
+
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed / self.step
 
 
 def slowest_of(ranks: int, jitter: float = JITTER) -> float:
@@ -297,6 +309,35 @@ def needed_gigabits(
         middle = math.sqrt(low * high)
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def remedies(
+    profile: Profile, network: Network, ranks: int, per_host: int = 1, overlap: bool = True, every: int = 64
+) -> dict[str, Prediction]:
+    """What the options for slow networks would make of a step, by option; none but between hosts of two levels.
+
+    Args:
+        every: steps from one exchange of local updates to the next.
+        profile, network, ranks, per_host, overlap: as for `predict`.
+    """
+    if ranks <= per_host or not network.transport.two_level:
+        return {}
+    codecs = [
+        predict(profile, replace(network, compression=name), ranks, per_host, overlap=overlap)
+        for name in (None, *_COMPRESSION)
+    ]
+    inside = predict(profile, network, per_host, per_host, overlap=overlap)
+    exchange = network.all_reduce(profile.nbytes, ranks, per_host) / every
+    waiting = codecs[0].waiting
+    local = replace(
+        inside,
+        ranks=ranks,
+        step=inside.alone + inside.exposed + exchange + waiting,
+        waiting=waiting,
+        exposed=inside.exposed + exchange,
+        communication=inside.communication + exchange,
+    )
+    return {'compression="auto"': min(codecs, key=lambda one: one.step), f"local updates every {every} steps": local}
 
 
 def counts(most: int) -> Sequence[int]:

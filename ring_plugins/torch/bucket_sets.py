@@ -23,14 +23,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes
-from ring_plugins.core.gradients.trials import ALWAYS, Overlap
+from ring_plugins.core.gradients.trials import (
+    ALWAYS,
+    UNCHANGED,
+    Choice,
+    Wanted,
+    choose_compression,
+    choose_overlap,
+    chosen_overlap,
+)
 from ring_plugins.core.groups import Group
-from ring_plugins.core.world import current
+from ring_plugins.core.world import check_tried, current, has_room_to_overlap, node_rank, replaces
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
 from ring_plugins.torch.changes import Claim, is_claimed
@@ -98,6 +107,21 @@ def communicator_for(
     return members.new_device_communicator(name, index_of(example), streams(index_of(example)))
 
 
+def compression_between(
+    communicator: Communicator[Any], name: str | None, error_feedback: bool | None
+) -> Compression | None:
+    """The compression that a user asks for, as of `Compression.named`; between GPUs "auto" is none.
+
+    Raises:
+        ArgumentError: it is unknown, or would be chosen in the first steps, which a process that joins has not seen.
+    """
+    wanted = Compression.named(name, error_feedback)
+    if name == AUTO and isinstance(communicator, DeviceCommunicator):
+        return None
+    check_tried(wanted)
+    return wanted
+
+
 class BucketSets:
     """The sets of buckets of one averager, with the hooks that count gradients for them.
 
@@ -107,7 +131,7 @@ class BucketSets:
         hooks: put on the parameters, anew whenever a bucket changes.
         streams: those of the GPU with the gradients; None on the host.
         sizes: of buckets.
-        compression: how gradients travel; None for unchanged.
+        compression: as the user asks; None for unchanged.
         gathers_sparse: whether sparse gradients are gathered; if not, they are made dense.
 
     Attributes:
@@ -116,7 +140,7 @@ class BucketSets:
         named: (name, parameter) pairs that the hooks are on; a shared parameter once, by its first name.
         parameters: of `named`.
         claim: to the parameters that were ever trained.
-        overlap: whether reductions overlap backward.
+        overlap, compression: whether reductions overlap backward, and how gradients travel between hosts.
         checks: what the averager's passes compare.
         sizes: of all buckets.
         kept: by which parameters are trained.
@@ -143,7 +167,8 @@ class BucketSets:
             current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"
         self.claim = Claim(f"{communicator.name} (of {kind})")
-        self.overlap: Overlap = ALWAYS
+        self.overlap: Choice[bool] = ALWAYS
+        self.compression: Choice[Compression | None] = UNCHANGED
         self.checks = TorchChecks(self.claim)
         self.named: list[Named] = []
         self.parameters: list[nn.Parameter] = []
@@ -155,6 +180,18 @@ class BucketSets:
         self._held_sets = set[_Trained]()  # what each pass that only accumulated has trained
         self._waited_before, self._bytes_before = 0.0, 0  # of buckets that were dropped
         communicator.buffers_belong_to(self)
+
+    def choose_ways(self, overlap: Wanted) -> None:
+        """Choose how gradients in host memory are averaged, or begin to try; collective.
+
+        Args:
+            overlap: the user's choice, see `choose_overlap`.
+        """
+        if replaces():  # a process that joins has seen none of the steps that "auto" measures
+            overlap = chosen_overlap(overlap) is True
+        has_room = has_room_to_overlap(torch.get_num_threads())
+        self.overlap = choose_overlap(overlap, has_room, self._communicator)
+        self.compression = choose_compression(self._compression, node_rank(), self._communicator)
 
     # Parameters -------------------------------------------------------------------------------------
 
@@ -271,6 +308,7 @@ class BucketSets:
                 buckets = GradientBuckets(
                     *(self.named, self._communicator, self.sizes, self._compression, self.sparse),
                     *(self._gathers_sparse, order, self.overlap, self.checks, trained),
+                    rounding=self.compression,
                 )
             except MismatchError as error:
                 self.explain(error, trained)

@@ -49,7 +49,7 @@ from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
-from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.core.gradients.trials import ALWAYS, UNCHANGED, Choice
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import COUNT, bits_of, differ, listed
 from ring_plugins.torch.changes import Claim, Replaced
@@ -129,6 +129,7 @@ class GradientBuckets:
         overlap: whether reductions overlap backward.
         checks: what passes compare.
         is_trained: by position in `named` whether the parameter takes part; by default those that are not frozen.
+        rounding: how gradients travel between hosts in each pass; between GPUs it is always `compression`.
 
     Attributes:
         is_trained: as given.
@@ -158,9 +159,10 @@ class GradientBuckets:
         known_sparse: set[nn.Parameter],
         gathers_sparse: bool,
         order: Sequence[int] | None = None,
-        overlap: Overlap | None = None,
+        overlap: Choice[bool] = ALWAYS,
         checks: TorchChecks | None = None,
         is_trained: Sequence[bool] | None = None,
+        rounding: Choice[Compression | None] = UNCHANGED,
     ) -> None:
         self._checks, self._gathers_sparse = checks or TorchChecks(Claim("")), gathers_sparse
         self._recovers = communicator.recovers  # then buckets stay as they are: no loss may interrupt making others
@@ -218,7 +220,7 @@ class GradientBuckets:
         self._sparse_work: Work[None] | None = None
         self._is_failing, self._is_first = False, True
         self.reducer = GradientReducer(
-            *(self._buffer, communicator, Op.AVERAGE if gpu is None else Op.SUM, compression),
+            *(self._buffer, communicator, Op.AVERAGE if gpu is None else Op.SUM, rounding),
             holds_last=True,
             overlap=overlap,
         )

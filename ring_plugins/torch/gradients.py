@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.codec import CodecName, Compression
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
@@ -30,20 +30,24 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketSizes
-from ring_plugins.core.gradients.trials import BucketTuner, choose_overlap, chosen_overlap, tuning_is_wanted
+from ring_plugins.core.gradients.trials import BucketTuner, chosen_overlap, tuning_is_wanted
 from ring_plugins.core.groups import Group as RankGroup
 from ring_plugins.core.groups import communicator_of
 from ring_plugins.core.world import (
     constructed_by_all,
     current,
     has_not_joined,
-    has_room_to_overlap,
     is_initialized,
-    replaces,
 )
 from ring_plugins.observe.consistency import listed
 from ring_plugins.torch import changes
-from ring_plugins.torch.bucket_sets import BucketSets, communicator_for, named_parameters, requires_grad
+from ring_plugins.torch.bucket_sets import (
+    BucketSets,
+    communicator_for,
+    compression_between,
+    named_parameters,
+    requires_grad,
+)
 from ring_plugins.torch.changes import Claim, DroppedAverager, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
 from ring_plugins.torch.consistency import RecoveryCheck, TorchChecks
@@ -84,8 +88,10 @@ class GradientAverager:
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
-            inside a host), and between all GPUs. "int8" sends them in 8, between hosts on the CPU only.
-        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
+            inside a host), and between all GPUs. "int8" sends them in 8, between hosts on the CPU only. "auto" tries
+            none, "bf16" and "int8" in about the first 100 steps on the CPU, and keeps what makes steps shortest.
+        error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only. "auto" does
+            not try "int8" with False.
         overlap: True averages while backward still runs, False when it is over, in the thread that called it. "auto"
             does as RING_OVERLAP says, and by default tries both in the first steps and keeps the faster. Rank 0's
             choice counts. On GPUs it is always True.
@@ -132,7 +138,6 @@ class GradientAverager:
                     "or its named_parameters()."
                 )
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
-            codec = Compression.named(compression, error_feedback)
             chosen_overlap(overlap)
             #: What reduces the gradients.
             self.communicator: Communicator[Any] = communicator or communicator_for(
@@ -143,6 +148,7 @@ class GradientAverager:
                 if tuning_is_wanted(autotune):
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
                 self._recovery = RecoveryCheck(self.communicator)
+            codec = compression_between(self.communicator, compression, error_feedback)
         gpu = self.communicator.device if isinstance(self.communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
@@ -176,11 +182,7 @@ class GradientAverager:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):
                     if self._streams is None:  # a GPU's streams always overlap
-                        if replaces():  # a process that joins has seen none of the steps that "auto" measures
-                            overlap = chosen_overlap(overlap) is True
-                        self._sets.overlap = choose_overlap(
-                            overlap, has_room_to_overlap(torch.get_num_threads()), self.communicator
-                        )
+                        self._sets.choose_ways(overlap)
                     self._sets.take_parameters()
                     self._buckets = self._sets.current(self.steps)
                 self.own.watch()
@@ -665,7 +667,7 @@ class GradientAverager:
                     f"{self.communicator.name}: bucket sizes are not tuned, since this process has several averagers."
                 )
             return
-        if not self._sets.overlap.finished:
+        if not (self._sets.compression.finished and self._sets.overlap.finished):
             return
         tuner.step_ended(time.perf_counter())
         self._sets.resize(tuner.sizes)

@@ -74,7 +74,7 @@ class DistributedOptimizer(WrappedOptimizer):
             default.
         drift_check_every: steps between comparisons of the weights of all ranks, which raise `DriftError` if they
             differ; 0 for never, as RING_DRIFT_CHECK says by default.
-        compression: "fp16" or "bf16" sends gradients in 16 bits, "int8" in 8; see `GradientAverager`.
+        compression: "fp16" or "bf16" sends gradients in 16 bits, "int8" in 8, "auto" tries it; see `GradientAverager`.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only.
         shard: True lets each rank update 1/n of the parameters and keep 1/n of the optimizer's state (ZeRO stage 1),
             for torch's optimizers that treat each element on its own. "slices" does so for any optimizer, "tensors"

@@ -36,6 +36,18 @@ def test_ranks_that_would_use_no_network_are_said_to_be_on_one_host():
     assert "not hidden: communication that backward does not hide" in " ".join(said.split())
 
 
+def test_a_slow_network_gets_a_line_with_what_helps():
+    arguments = ["plan", "--model", "resnet-50", "--network", "100mbit", "--transport", "ring", "-n", "16"]
+    said = " ".join(CliRunner().invoke(app, arguments).output.split())
+    assert re.search(
+        r'16 ranks would wait for this network in \d+% of each step; with compression="auto" \d+%, '
+        r"with local updates every 64 steps \d+%: docs/slow_networks.md\.",
+        said,
+    ), said
+    arguments[4] = "1000gbit"
+    assert "would wait" not in CliRunner().invoke(app, arguments).output
+
+
 def test_what_cannot_be_used_is_a_usage_error():
     for wrong in (["plan"], ["plan", "--model", "vgg"], ["plan", "--model", "vgg-16", "--network", "x"]):
         assert CliRunner().invoke(app, wrong).exit_code == 2

@@ -16,6 +16,7 @@ from ring_plugins.planning import (
     needed_gigabits,
     parse,
     predict,
+    remedies,
 )
 from ring_plugins.planning.simulation import fitted, slowest_of
 
@@ -49,6 +50,17 @@ def test_communication_hides_behind_backward_except_for_the_last_bucket():
 def test_without_a_spare_core_nothing_hides():
     found = predict(profile(0.010, 0.002), flat(), 2, 1, ALONE, jitter=0.0, overlap=False)
     assert found.exposed == pytest.approx(0.002, rel=1e-3)
+
+
+def test_fewer_bits_and_fewer_exchanges_help_on_slow_networks():
+    mine = profile(0.010, 0.002)
+    fast = remedies(mine, flat(), 2, overlap=False)['compression="auto"']
+    assert fast.exposed == pytest.approx(2 * 0.85e-3, rel=1e-3)  # half the bytes take 0.5 ms, rounding them 0.85
+    slow = remedies(mine, flat(gigabits=0.8), 2, overlap=False, every=10)
+    assert slow['compression="auto"'].exposed == pytest.approx(2 * 0.010 * 17 / 64, rel=1e-3)
+    assert slow["local updates every 10 steps"].exposed == pytest.approx(2 * 0.010 / 10, rel=1e-3)
+    assert remedies(mine, flat(), 2, per_host=2) == {}
+    assert remedies(mine, Network("rdma", 8.0, TRANSPORTS["rdma"]), 2) == {}
 
 
 def test_buckets_are_reduced_one_at_a_time_in_order():

@@ -307,7 +307,7 @@ def no_job(monkeypatch):
     world = SimpleNamespace(is_joining=False, replaces=False, elastic=SimpleNamespace(view=0, wants_change=False))
     for module in ("consistency", "gradients"):
         monkeypatch.setattr(f"ring_plugins.torch.{module}.current", lambda: world)
-    monkeypatch.setattr("ring_plugins.torch.gradients.has_room_to_overlap", lambda threads: False)
+    monkeypatch.setattr("ring_plugins.torch.bucket_sets.has_room_to_overlap", lambda threads: False)
 
 
 @pytest.mark.parametrize(

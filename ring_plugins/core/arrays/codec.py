@@ -108,32 +108,40 @@ class Compression(NamedTuple):
     """How gradients are rounded for the network.
 
     Attributes:
-        name: a key of `CODECS`.
-        error_feedback: whether the rounding errors of a step are added to the next.
+        name: a key of `CODECS`, or "auto" for the fastest of `tried`.
+        error_feedback: whether the rounding errors of a step are added to the next; None with "auto" only.
     """
 
     name: str
-    error_feedback: bool = False
+    error_feedback: bool | None = False
 
     @classmethod
     def named(cls, name: str | None, error_feedback: bool | None = None) -> Compression | None:
         """The compression that a user asks for, None for none.
 
         Args:
-            name: a key of `CODECS`, or None.
+            name: a key of `CODECS`, "auto", or None.
             error_feedback: None for what is best for the codec.
 
         Raises:
             ArgumentError: another name than those in `CODECS`, or error feedback without compression.
         """
-        names = " or ".join(f'"{one}"' for one in CODECS)
+        names = " or ".join(f'"{one}"' for one in (*CODECS, AUTO))
         if name is None:
             if error_feedback:
                 raise ArgumentError(f"error_feedback=True needs compression={names}.")
             return None
+        if name == AUTO:
+            return cls(name, error_feedback)
         if name not in CODECS:
             raise ArgumentError(f"compression={name!r} must be {names}, or None.")
         return cls(name, CODECS[name].needs_feedback if error_feedback is None else bool(error_feedback))
+
+    @property
+    def tried(self) -> list[Compression | None]:
+        """What "auto" chooses from, the most exact first. Eight bits lose too much without error feedback."""
+        names = ("bf16",) if self.error_feedback is False else ("bf16", "int8")
+        return [None, *(Compression.named(name, self.error_feedback) for name in names)]
 
     @property
     def dtype(self) -> str:
@@ -153,9 +161,11 @@ class Compression(NamedTuple):
 
     def codec(self, can_undo: bool = False) -> Codec:
         """A new codec; `can_undo` says whether `undo` may be called."""
-        return CODECS[self.name].make(self.error_feedback, can_undo)
+        return CODECS[self.name].make(bool(self.error_feedback), can_undo)
 
     def __str__(self) -> str:
+        if self.name == AUTO:
+            return f"sent as is fastest{'' if self.error_feedback is None else f', {self.error_feedback}'}"
         what = CODECS[self.name].dtype or self.name
         return f"sent as {what}{' with error feedback' if self.error_feedback else ''}"
 
@@ -357,7 +367,9 @@ class CodecKind(NamedTuple):
 #: The types that all codecs make smaller.
 _FLOATS = ("float32", "float64")
 #: How a user names a codec; the keys of `CODECS`, for type checkers.
-CodecName = Literal["fp16", "bf16", "int8"]
+CodecName = Literal["fp16", "bf16", "int8", "auto"]
+#: Leaves the choice to trials.
+AUTO = "auto"
 #: All codecs. A further one needs an entry here, and in `CodecName`.
 CODECS = {
     "fp16": CodecKind(partial(HalfCodec, "float16"), _FLOATS, "float16"),

@@ -30,7 +30,7 @@ from ring_plugins.core.base.errors import MembersLost
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, FusionPlan
-from ring_plugins.core.gradients.trials import ALWAYS, Overlap
+from ring_plugins.core.gradients.trials import ALWAYS, UNCHANGED, Choice
 from ring_plugins.core.trace.recorder import recorder
 from ring_plugins.core.trace.steps import steps
 
@@ -117,7 +117,7 @@ class GradientReducer:
         buffer: the buckets' memory.
         communicator: reduces it. Nobody else may use it, so that operations keep the order of the buckets.
         op: the reduction.
-        compression: how host memory is compressed between hosts; None sends it as it is.
+        compression: how host memory is compressed between hosts in every pass, the same on all ranks.
         holds_last: whether the last bucket always waits for `launch_rest`, which tells that backward has not raised.
         overlap: tells in every pass whether reductions overlap backward, the same on all ranks; they do by default.
 
@@ -137,14 +137,14 @@ class GradientReducer:
         buffer: BucketMemory,
         communicator: Communicator[Any],
         op: Op = Op.AVERAGE,
-        compression: Compression | None = None,
+        compression: Choice[Compression | None] = UNCHANGED,
         holds_last: bool = False,
-        overlap: Overlap | None = None,
+        overlap: Choice[bool] = ALWAYS,
     ) -> None:
         self._buffer, self._communicator, self._op = buffer, communicator, op
         self._buckets = buffer.plan.buckets
         self._early = len(self._buckets) - holds_last
-        self._compression = compression
+        self._choice_of_compression, self._compression = compression, compression.now
         self._codecs: dict[tuple[int, int], Codec] = {}  # by bucket and place in it
         self._gaps: dict[int, Array] = {}  # by bucket whose memory has a codec
         self._descriptions = [_describe([bucket], buffer.plan) for bucket in self._buckets]
@@ -156,7 +156,7 @@ class GradientReducer:
             for entry in bucket.entries:
                 self.bucket_of[entry] = bucket.index
         self.kept = SavedInputs() if communicator.recovers else None
-        self._overlap = overlap or ALWAYS
+        self._overlap = overlap
         self.overlaps = self._overlap.now
         self.holds = False
         self.waited = 0.0
@@ -198,6 +198,9 @@ class GradientReducer:
         """Note that the first gradient of a pass is complete; `mark_ready` does so itself."""
         if not self.is_under_way:
             self.is_under_way, self.overlaps = True, self._overlap.now
+            if self._compression != self._choice_of_compression.now:
+                self._compression = self._choice_of_compression.now
+                self._codecs.clear()
         if recorder.on and not self._first_ready_at:
             self._first_ready_at = monotonic_ns()
 
@@ -328,8 +331,10 @@ class GradientReducer:
                 self._wait_for_works(fill)
                 self.waited += time.perf_counter() - started
             self.passes += 1
-            if not self._overlap.finished:
-                self._overlap.pass_ended(time.perf_counter())
+            for choice in (self._choice_of_compression, self._overlap):
+                if not choice.finished:
+                    choice.pass_ended(time.perf_counter())
+                    break
             now = time.monotonic()
             if recorder.on and steps.ended:
                 recorder.record("step", f"step {steps.count}", int(steps.ended[-1][0] * 1e9), int(now * 1e9))

@@ -1,8 +1,9 @@
 """Trials in the first steps of training: several ways take turns, and the one with the shortest steps stays.
 
-Two questions are answered so, since their answers depend on the model, the network and the machine: whether gradients
-are averaged while backward still computes others (`choose_overlap`), and which bucket sizes are best (`BucketTuner`,
-opt-in).
+Three questions are answered so, since their answers depend on the model, the network and the machine: in how many bits
+gradients travel between hosts (`choose_compression`, opt-in), whether they are averaged while backward still computes
+others (`choose_overlap`), and which bucket sizes are best (`BucketTuner`, opt-in). They are answered one after the
+other.
 
 **Turns.** Step times are noisy, and machines become slower and faster. So the ways take turns, a few steps each, and
 every other sequence of turns runs backwards, so that no way always follows the same one (`Turns`). The first step of a
@@ -29,6 +30,10 @@ expected way is clearly shorter; two, where the other has gained too little in t
 (little noise, much, page faults, bursts of load, a slow start) and 10 % to gain, the gain is missed in 0 to 12 % of
 jobs, in 0 to 34 % if one round decides. More rounds cost little: each way takes half of their steps.
 
+**Compression.** Fewer bits cost time to round, and gain time on the wire: how much, only the network knows. The most
+exact way stays unless one with fewer bits has clearly shorter steps, in a first round of all, and in a second of both
+unless the first has left no doubt. Each change of ways drops what rounding has lost in the step before it.
+
 **Bucket sizes.** Three rounds: which `bucket_bytes` makes steps shortest, which `direct_bytes` does, and whether both
 together are really faster than the defaults. The last round measures anew, because the best of several noisy candidates
 looks better than it is. Bayesian optimization (Horovod's autotuner) was rejected: with so few candidates it needs more
@@ -39,8 +44,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
+from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.log import logger
@@ -51,6 +57,8 @@ from ring_plugins.core.gradients.fusion import MIB, Bucket, BucketSizes
 Seconds = list[list[float]]
 #: How a user chooses overlap.
 Wanted = bool | Literal["auto"]
+
+T = TypeVar("T")
 
 #: Steps before the first turn, in which caches, allocators and compilers settle. Fresh memory was still being touched
 #: for the first time in the ninth step of a model with 67 MB of gradients.
@@ -64,6 +72,8 @@ _TURNS, _FINAL_TURNS = 4, 8
 _GAIN = 0.02
 #: Rounds after which all turns decide on overlap together, and how many rounds the other way has to win before.
 _ROUNDS, _WINS = 3, 2
+#: A way of which a step takes no more than this share of another's needs no second round.
+_PLAIN = 0.8
 #: Sizes that are tried besides the configured ones.
 _BUCKET_BYTES = (4 * MIB, 10 * MIB, 64 * MIB)
 _DIRECT_BYTES = (MIB // 4, 8 * MIB)
@@ -135,29 +145,33 @@ def is_better(new: Sequence[float], old: Sequence[float]) -> bool:
     return ratio(new, old) <= 1 - _GAIN and 4 * shorter >= 3 * len(new)
 
 
-class Overlap:
-    """Tells a reducer whether its reductions overlap backward; this one never changes.
+class Choice(Generic[T]):
+    """Tells a reducer how it averages; this one never changes.
 
     Args:
-        now: whether they do.
+        now: the way.
+        finished: see below.
 
     Attributes:
-        now: whether they do in the pass that begins.
+        now: in the pass that begins.
         finished: whether `now` stays as it is.
     """
 
-    def __init__(self, now: bool, finished: bool = True) -> None:
+    def __init__(self, now: T, finished: bool = True) -> None:
         self.now, self.finished = now, finished
 
     def pass_ended(self, now: float) -> None:
         """Note the end of a pass, on all ranks in the same order; `now` is the time in seconds, of any clock."""
 
 
-ALWAYS = Overlap(True)
+#: Reductions overlap backward.
+ALWAYS = Choice(True)
+#: Gradients travel as they are.
+UNCHANGED: Choice[Compression | None] = Choice(None)
 
 
-class MeasuredOverlap(Overlap):
-    """An `Overlap` that tries both ways in some of the first steps, in one to three rounds.
+class MeasuredOverlap(Choice[bool]):
+    """Tries both ways in some of the first steps, in one to three rounds; `now` says whether reductions overlap.
 
     Args:
         expected: the way that is kept unless the other is clearly faster; equal on all ranks.
@@ -173,7 +187,7 @@ class MeasuredOverlap(Overlap):
         self._wins = 0  # rounds that the other way has won
 
     def pass_ended(self, now: float) -> None:
-        """See `Overlap`."""
+        """See `Choice`."""
         if self.finished:
             return
         seconds = self._turns.step_ended(now)
@@ -207,8 +221,8 @@ class MeasuredOverlap(Overlap):
             )
 
 
-def choose_overlap(wanted: Wanted, has_room: bool, communicator: Communicator[Any]) -> Overlap:
-    """The `Overlap` of an averager in host memory; collective.
+def choose_overlap(wanted: Wanted, has_room: bool, communicator: Communicator[Any]) -> Choice[bool]:
+    """Whether reductions of an averager in host memory overlap backward; collective.
 
     Args:
         wanted: the user's choice; "auto" leaves it to RING_OVERLAP, and that by default to what is measured. Rank 0's
@@ -223,8 +237,8 @@ def choose_overlap(wanted: Wanted, has_room: bool, communicator: Communicator[An
     choice = answers[0][0]
     if choice == "auto":
         expected = all(room for _, room in answers)
-        return MeasuredOverlap(expected, communicator) if communicator.size > 1 else Overlap(expected)
-    return Overlap(bool(choice))
+        return MeasuredOverlap(expected, communicator) if communicator.size > 1 else Choice(expected)
+    return Choice(bool(choice))
 
 
 def chosen_overlap(wanted: Wanted) -> Wanted:
@@ -238,6 +252,71 @@ def chosen_overlap(wanted: Wanted) -> Wanted:
     if wanted != "auto":
         return bool(wanted)
     return {"auto": "auto", "1": True, "0": False}[config.OVERLAP.get()]  # type: ignore[return-value]
+
+
+class MeasuredCompression(Choice[Compression | None]):
+    """Tries all that `Compression.tried` lists in the first steps; `now` is how gradients travel.
+
+    Args:
+        tried: the ways, the most exact first.
+        communicator: that of the reductions.
+    """
+
+    def __init__(self, tried: Sequence[Compression | None], communicator: Communicator[Any]) -> None:
+        super().__init__(tried[0], finished=False)
+        self._tried, self._communicator = list(tried), communicator
+        self._turns = Turns(len(tried), _TURNS, communicator, _WARM_UP)
+        self._seconds: Seconds = [[] for _ in tried]
+
+    def pass_ended(self, now: float) -> None:
+        """See `Choice`."""
+        if self.finished:
+            return
+        seconds = self._turns.step_ended(now)
+        if seconds is None:
+            self.now = self._tried[self._turns.candidate]
+            return
+        for before, new in zip(self._seconds, seconds, strict=True):
+            before.extend(new)
+        best = 0
+        for other in range(1, len(self._tried)):
+            if is_better(self._seconds[other], self._seconds[best]):
+                best = other
+        is_plain = ratio(self._seconds[best], self._seconds[0]) <= _PLAIN
+        if best and len(self._seconds[0]) == _TURNS and not is_plain:
+            self._tried, self._seconds = [self._tried[0], self._tried[best]], [self._seconds[0], self._seconds[best]]
+            self._turns = Turns(2, _TURNS, self._communicator)
+            return
+        self.finished, self.now = True, self._tried[best]
+        if self._communicator.rank == 0:
+            ways = ["without compression" if way is None else f"as {way.name}" for way in self._tried]
+            times = [
+                f"{statistics.median(turns) * 1e3:.1f} ms a step {way}"
+                for turns, way in zip(self._seconds, ways, strict=True)
+            ]
+            medians = list(map(statistics.median, self._seconds))
+            doubt = ", which was not reliably shorter" if medians[best] > min(medians) else ""
+            logger.info(
+                f"gradients travel {'as they are' if self.now is None else str(self.now).removeprefix('sent ')}: "
+                f"{', '.join(times)}{doubt}. To choose yourself, set `compression`."
+            )
+
+
+def choose_compression(
+    wanted: Compression | None, node: int, communicator: Communicator[Any]
+) -> Choice[Compression | None]:
+    """How gradients of an averager in host memory travel between hosts; collective if "auto" is `wanted`.
+
+    Args:
+        wanted: the user's choice, the same on all ranks.
+        node: the number of this rank's host.
+        communicator: that of the reductions.
+    """
+    if wanted is None or wanted.name != AUTO:
+        return Choice(wanted)
+    if len(set(communicator.all_gather_object(node, "choice of compression"))) == 1:
+        return UNCHANGED
+    return MeasuredCompression(wanted.tried, communicator)
 
 
 class BucketTuner:

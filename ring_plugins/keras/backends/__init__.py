@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import keras
 
-from ring_plugins.core.arrays.codec import CodecName, Compression
+from ring_plugins.core.arrays.codec import AUTO, CodecName, Compression
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
@@ -59,6 +59,11 @@ class Settings(NamedTuple):
     def rounding(self) -> Compression | None:
         """The core's `Compression` for these settings."""
         return Compression.named(self.compression, self.error_feedback)
+
+    @property
+    def rounds_on_host(self) -> bool:
+        """Whether gradients go through host memory to be rounded; "auto" tries nothing between GPUs."""
+        return self.compression not in (None, AUTO)
 
 
 class Statistics(NamedTuple):

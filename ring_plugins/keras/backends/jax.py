@@ -64,7 +64,9 @@ class Exchange(backends.Exchange):
     def __init__(self, variables: Sequence[Any], entries: Sequence[Entry], settings: Settings) -> None:
         self.communicator = members(settings.group).new_communicator(settings.name)
         # Compression rounds on the host.
-        on_gpus = None if settings.compression else jax_device.connect(settings.name, self.communicator, settings.group)
+        on_gpus = None
+        if not settings.rounds_on_host:
+            on_gpus = jax_device.connect(settings.name, self.communicator, settings.group)
         self.buckets: HostBuckets | jax_device.DeviceBuckets
         if on_gpus is not None:
             self.buckets = jax_device.DeviceBuckets(entries, on_gpus, settings.sizes)

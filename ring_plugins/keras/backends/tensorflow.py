@@ -80,7 +80,7 @@ class Exchange(backends.Exchange):
         for i in self._sparse:
             entries[i] = replace(entries[i], count=0, layout=f"{entries[i].layout}, sparse")
         on_gpus = None
-        if not settings.compression:
+        if not settings.rounds_on_host:
             on_gpus = tensorflow_device.connect(settings.name, self.communicator, settings.group)
         if on_gpus is not None:
             self._call = tensorflow_device.call

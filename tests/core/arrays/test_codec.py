@@ -7,6 +7,7 @@ from ring_plugins.core.arrays.codec import CODECS, CodecKind, Compression, HalfC
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
+from ring_plugins.core.gradients.trials import Choice
 from tests.core.collectives.simulated_hosts import simulated_communicators
 from tests.launch import run_ranks
 
@@ -172,7 +173,7 @@ def test_a_codec_is_added_by_an_entry_in_the_table(monkeypatch, hosts, count):
 
     def passes(rank, communicator):
         buffer = FusionBuffer(plan, communicator)
-        reducer = GradientReducer(buffer, communicator, compression=compression)
+        reducer = GradientReducer(buffer, communicator, compression=Choice(compression))
         found = []
         for step in range(2):
             buffer.memories[0].array[:] = 2.0**step
@@ -199,6 +200,7 @@ import ring_plugins as ring
 from ring_plugins.core import world
 from ring_plugins.core.arrays.codec import Compression, HalfCodec
 from ring_plugins.core.arrays.memory import HostMemory
+from ring_plugins.core.gradients import trials
 from ring_plugins.torch import DistributedOptimizer
 from tests.worker import report
 
@@ -253,6 +255,14 @@ for name in ("fp16", "bf16"):
         weights = train(compression=name, error_feedback=feedback)
         report(f"{name} {feedback}", float((weights - exact).abs().max()))
         report(f"{name} {feedback} weights", weights.view(torch.int32).long().sum())
+
+trials._WARM_UP, trials._TURNS, trials._STEPS, ways = 0, 1, 2, []
+ended = trials.MeasuredCompression.pass_ended
+trials.MeasuredCompression.pass_ended = lambda self, now: (ways.append(self.now and self.now.name), ended(self, now))
+weights = train(compression="auto")
+report("auto error", float((weights - exact).abs().max()))
+report("auto weights", weights.view(torch.int32).long().sum())
+report("auto ways", ways)
 """
 
 
@@ -272,3 +282,8 @@ def test_between_hosts_half_the_bytes_travel_and_all_ranks_get_the_same_bits():
         for feedback in (False, True):
             assert 0 < max(result.values(f"{name} {feedback}")) < 0.02
             assert len(set(result.values(f"{name} {feedback} weights"))) == 1
+    assert 0 < max(result.values("auto error")) < 0.05
+    assert len(set(result.values("auto weights"))) == 1
+    ways = result.values("auto ways")
+    assert ways == [ways[0]] * 4
+    assert [ways[0][:6].count(way) for way in (None, "bf16", "int8")] == [2, 2, 2]

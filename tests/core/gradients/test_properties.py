@@ -13,7 +13,7 @@ from ring_plugins.core.collectives.shm_group import ROUND_BYTES, SMALL_BYTES
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer, is_filled
-from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.core.gradients.trials import Choice
 from tests.core.collectives.thread_ranks import on_thread_ranks
 
 entries = st.lists(
@@ -98,7 +98,7 @@ def test_averages_have_the_same_bits_however_tensors_are_put_into_buckets_and_th
                         array[offset : offset + entries[i].count] = given[i]
                 return [HostMemory(direct[i], bucket.dtype) for i in bucket.direct]
 
-            GradientReducer(buffer, communicator, overlap=Overlap(overlaps)).finish(fill)
+            GradientReducer(buffer, communicator, overlap=Choice(overlaps)).finish(fill)
             averages = {}
             for bucket in plan.buckets:
                 array = buffer.memories[bucket.index].array

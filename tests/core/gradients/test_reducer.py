@@ -8,7 +8,7 @@ from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer, SavedInputs
-from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.core.gradients.trials import ALWAYS, Choice
 
 
 class Recorder(SingleCommunicator):
@@ -48,7 +48,7 @@ class Filling(GradientReducer):
         super().abandon(lambda bucket: None)
 
 
-def reducer(entries=4, overlap=None):
+def reducer(entries=4, overlap=ALWAYS):
     recorder = Recorder()
     made = Filling(recorder, lambda bucket: recorder.log.append(f"fill {bucket.index}"), entries, overlap=overlap)
     return made, recorder.log
@@ -165,7 +165,7 @@ def test_an_exception_while_buckets_are_under_way_breaks_the_communicator():
 
 
 def test_an_exception_after_buckets_were_reduced_synchronously_is_raised_as_it_is():
-    overlap = Overlap(False)
+    overlap = Choice(False)
     made, _ = reducer(3, overlap)
     overlap.finished, overlap.pass_ended = False, lambda now: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -176,7 +176,7 @@ FILLED = [f"fill {i}" for i in range(4)]
 
 
 def test_without_overlap_all_buckets_are_reduced_synchronously_in_the_end_by_one_operation():
-    made, log = reducer(overlap=Overlap(False))
+    made, log = reducer(overlap=Choice(False))
     for entry in range(4):
         made.mark_ready(entry)
     assert log == []
@@ -187,7 +187,7 @@ def test_without_overlap_all_buckets_are_reduced_synchronously_in_the_end_by_one
 
 
 def test_without_overlap_buckets_can_still_be_launched_or_abandoned_as_the_one_operation_of_the_other_ranks():
-    made, log = reducer(overlap=Overlap(False))
+    made, log = reducer(overlap=Choice(False))
     made.mark_ready(3)
     made.launch_rest()
     assert log == [*FILLED, "buckets 0 to 3"]
@@ -197,7 +197,7 @@ def test_without_overlap_buckets_can_still_be_launched_or_abandoned_as_the_one_o
 
 
 def test_a_pass_keeps_its_way_until_it_ends():
-    choice = Overlap(False)
+    choice = Choice(False)
     made, log = reducer(2, choice)
     made.mark_ready(1)
     choice.now = True
@@ -210,7 +210,7 @@ def test_a_pass_keeps_its_way_until_it_ends():
 
 
 def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
-    made, log = reducer(2, Overlap(False))
+    made, log = reducer(2, Choice(False))
 
     def fill(bucket):
         if bucket.index == 1:
@@ -225,7 +225,7 @@ def test_a_bucket_that_could_not_be_filled_synchronously_is_still_under_way():
 
 
 def test_an_exception_before_a_bucket_begins_synchronously_leaves_it_to_be_abandoned():
-    made, log = reducer(2, Overlap(False))
+    made, log = reducer(2, Choice(False))
     made._communicator.run_synchronously = lambda description, function: 1 / 0
     with pytest.raises(ZeroDivisionError):
         made.finish()
@@ -259,7 +259,7 @@ def test_what_is_no_number_in_one_pass_is_gone_in_the_next_though_a_codec_rounds
     plan = FusionPlan([Entry("bias", "float32", 5), Entry("weight", "float32", 20), Entry("large", "float32", 16)])
     buffer = FusionBuffer(plan, communicator)
     (bucket,), (memory,) = plan.buckets, buffer.memories
-    made = GradientReducer(buffer, communicator, compression=Compression.named(name))
+    made = GradientReducer(buffer, communicator, compression=Choice(Compression.named(name)))
     places = zip(bucket.entries, bucket.offsets, strict=True)
     gradients = [memory.array[offset : offset + plan.entries[i].count] for i, offset in places]
 

@@ -7,7 +7,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.collectives.shm_group import SMALL_BYTES
 from ring_plugins.core.gradients.fusion import BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
-from ring_plugins.core.gradients.trials import Overlap
+from ring_plugins.core.gradients.trials import Choice
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
 
 #: A small bucket, one that members reduce in place in shared memory, and one with a tensor that is reduced where it is.
@@ -43,7 +43,7 @@ def passes(rank, communicator, fails_in=(), overlap=False, between=lambda: None)
         state.setdefault("direct", {}).update({bucket.index: direct})
         return direct
 
-    reducer = GradientReducer(buffer, communicator, overlap=Overlap(overlap))
+    reducer = GradientReducer(buffer, communicator, overlap=Choice(overlap))
     found = []
     for step in range(2):
         state["step"] = step

@@ -3,14 +3,18 @@ import random
 import numpy as np
 import pytest
 
+from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gradients import trials
 from ring_plugins.core.gradients.fusion import MIB, BucketSizes, Entry, FusionPlan
 from ring_plugins.core.gradients.trials import (
+    UNCHANGED,
     BucketTuner,
+    Choice,
+    MeasuredCompression,
     MeasuredOverlap,
-    Overlap,
+    choose_compression,
     choose_overlap,
     chosen_overlap,
     is_better,
@@ -172,10 +176,10 @@ def test_what_is_known_decides_first_and_rank_0_chooses():
     assert not choose_overlap("auto", True, Answers([none])).now
     assert isinstance(choose_overlap("auto", True, Answers([room])), MeasuredOverlap)
     chosen = choose_overlap(False, True, Answers([(True, True)]))
-    assert type(chosen) is Overlap
+    assert type(chosen) is Choice
     assert not chosen.now
     assert choose_overlap(True, False, Answers([("auto", False)])).now
-    assert type(choose_overlap("auto", True, SingleCommunicator("alone"))) is Overlap
+    assert type(choose_overlap("auto", True, SingleCommunicator("alone"))) is Choice
 
 
 def test_the_variable_chooses_where_the_argument_does_not(monkeypatch):
@@ -271,3 +275,45 @@ def test_the_environment_switches_it_on(monkeypatch):
     monkeypatch.setenv("RING_AUTOTUNE", "yes")
     with pytest.raises(ArgumentError, match="RING_AUTOTUNE='yes'"):
         tuning_is_wanted(None)
+
+
+WAYS = Compression.named("auto").tried
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest", "rounds"),
+    [
+        ({None: 1.0, "bf16": 0.5, "int8": 0.3}, "int8", 1),
+        ({None: 1.0, "bf16": 0.9, "int8": 1.4}, "bf16", 2),
+        ({None: 1.0, "bf16": 0.9, "int8": 0.9}, "bf16", 2),
+        ({None: 1.0, "bf16": 1.0, "int8": 1.5}, None, 1),
+    ],
+)
+def test_gradients_travel_as_is_fastest_and_the_more_exact_way_wins_where_both_take_equally_long(
+    seconds, fastest, rounds
+):
+    generator = random.Random(0)
+    trial = MeasuredCompression(WAYS, Answers())
+    name = lambda way: way and way.name  # noqa: E731
+    ways = steps(trial, lambda way, _: seconds[name(way)] * generator.uniform(0.99, 1.01), 200)
+    assert trial.finished
+    assert name(trial.now) == fastest
+    tried = ways[trials._WARM_UP :][: 3 * trials._TURNS * trials._STEPS]
+    assert [list(map(name, tried)).count(one) for one in seconds] == [trials._TURNS * trials._STEPS] * 3
+    assert {*map(name, ways[trials._WARM_UP + 3 * ROUND :])} == {fastest}
+    assert len(trial._seconds[0]) == rounds * trials._TURNS
+
+
+def test_eight_bits_without_error_feedback_are_not_tried():
+    assert Compression.named("auto", False).tried == [None, ("bf16", False)]
+    assert Compression.named("auto", True).tried == [None, ("bf16", True), ("int8", True)]
+    assert WAYS == [None, ("bf16", False), ("int8", True)]
+
+
+def test_what_the_user_chose_and_what_does_not_leave_the_host_is_not_tried():
+    chosen = Compression.named("int8")
+    assert choose_compression(chosen, 0, Answers()).now is chosen
+    assert choose_compression(Compression.named("auto"), 1, Answers([1])) is UNCHANGED
+    tried = choose_compression(Compression.named("auto"), 0, Answers([1]))
+    assert isinstance(tried, MeasuredCompression)
+    assert tried.now is None
