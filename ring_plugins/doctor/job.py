@@ -29,6 +29,8 @@ _SECONDS_PER_SIZE = 0.4
 _SHARE = 0.5
 #: Gbit/s that a single TCP connection reaches on any current machine. Faster cards are expected to reach only this.
 _TCP = 10.0
+#: Gbit/s below which fewer bits or fewer exchanges make most jobs faster, and how many times faster at most.
+_SLOW_NETWORK, _MOST_COMPRESSED = 5.0, 4
 #: Microseconds. No network inside a data center takes longer for a small message.
 _SLOW_MESSAGE = 1000.0
 #: Milliseconds.
@@ -309,13 +311,30 @@ def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
         if not (one.kernel == other.kernel and len(one.cores) == 1 and one.cores == other.cores):
             found += _slow_message(link)  # else `check_placement` names the cause
     rates = [rate for link in links for rate in link.gigabits]
-    return found or [
+    found = found or [
         fine(
             "links",
             f"{len(links)} pair{'s' if len(links) > 1 else ''} of hosts: {min(rates):.2f} to {max(rates):.2f} Gbit/s, "
             f"small messages in up to {max(link.microseconds for link in links):.0f} µs",
         )
     ]
+    return [*found, *_slow_network(min(rates), len(first))]
+
+
+def _slow_network(gigabits: float, hosts: int) -> Iterator[Finding]:
+    """Say what a step waits for at the slowest rate, and what would make that less."""
+    if gigabits >= _SLOW_NETWORK:
+        return
+    seconds = 2 * (hosts - 1) / hosts * 0.1 * 8 / gigabits
+    yield fine(
+        "network",
+        f"at {gigabits:.2f} Gbit/s, 100 MB of gradients take {seconds:.1f} s in each step",
+        f'compression="auto" makes that up to {_MOST_COMPRESSED} times shorter, local updates exchange less often '
+        "(docs/slow_networks.md); `ring plan --network "
+        f"{gigabits * 1e3:.0f}mbit --transport ring` says what is left for your model.",
+        gigabits=gigabits,
+        seconds=seconds,
+    )
 
 
 def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> Iterator[Finding]:

@@ -90,17 +90,21 @@ def test_only_threads_beyond_the_cores_are_measured():
 
 
 def test_a_slow_link_is_found_by_what_its_card_states_and_by_the_others():
-    (finding,) = check_links(facts(2), [link(0, 1, 0.94, 0.95)])
+    finding, advice = check_links(facts(2), [link(0, 1, 0.94, 0.95)])
     assert "host0 and host1: 0.94 Gbit/s, 9 % of the 10 Gbit/s" in finding.summary
-    (finding,) = check_links(facts(3), [link(0, 1, 6.0, 6.0), link(0, 2, 6.0, 6.0), link(1, 2, 0.9, 0.9)])
+    assert advice.severity == Severity.FINE
+    assert advice.summary == "at 0.94 Gbit/s, 100 MB of gradients take 0.9 s in each step"
+    assert 'compression="auto"' in advice.remedy
+    assert "ring plan --network 940mbit --transport ring" in advice.remedy
+    finding, _ = check_links(facts(3), [link(0, 1, 6.0, 6.0), link(0, 2, 6.0, 6.0), link(1, 2, 0.9, 0.9)])
     assert "host1 and host2: 0.90 Gbit/s; other pairs of hosts reach 6.00" in finding.summary
     pairs = [pair for together in rounds(4) for pair in together]
-    said = list(check_links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in pairs]))
+    said = problems(check_links(facts(4), [link(a, b, *([0.9] * 2 if b == 3 else [6.0] * 2)) for a, b in pairs]))
     assert len(said) == 3
     assert all("host3 is in every slow pair" in finding.summary for finding in said)
     busy_processor = link(0, 1, 4.0, 4.1, tcp_gigabits={"eth0 10.0.0.0/16": 8.0})
     assert problems(check_links(facts(2), [busy_processor])) == []
-    (finding,) = check_links(facts(2), [link(0, 1, 9.0, 3.0, tcp_gigabits={"eth0 10.0.0.0/16": 9.0})])
+    finding, _ = check_links(facts(2), [link(0, 1, 9.0, 3.0, tcp_gigabits={"eth0 10.0.0.0/16": 9.0})])
     assert "host0 to host1: 9.00 Gbit/s, in reverse: 3.00" in finding.summary
 
 

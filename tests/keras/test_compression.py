@@ -15,7 +15,7 @@ from ring_plugins.keras import BroadcastCallback, shard
 from tests.worker import report
 
 ring.init()
-trials._WARM_UP, trials._TURNS, trials._STEPS = 0, 1, 2  # so that all is tried in the four steps of this fit
+trials._WARM_UP, trials._TURNS, trials._STEPS = 0, 1, 2  # so that each way has two of the eight steps of a fit
 rng = np.random.default_rng(0)
 x = rng.normal(size=(64, 200)).astype("float32")
 y = x.sum(1, keepdims=True)
@@ -28,7 +28,7 @@ for name, options in {
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((200,)), keras.layers.Dense(300, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.001), "mse")
-    model.fit(shard((x, y)), shuffle=False, epochs=2, verbose=0, callbacks=[BroadcastCallback(**options)])
+    model.fit(shard((x, y), batch_size=8), shuffle=False, epochs=2, verbose=0, callbacks=[BroadcastCallback(**options)])
     report(name, np.concatenate([np.ravel(weight) for weight in model.get_weights()])[:2000])
 try:
     BroadcastCallback(compression="int4")
