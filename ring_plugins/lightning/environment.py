@@ -30,6 +30,8 @@ class RingEnvironment:
         self._wanted_world_size = 1
         #: The strategy's `on_failure`, `min_ranks` and `max_ranks`, for `ring_plugins.init()`.
         self.failure_policy: dict[str, Any] = {}
+        #: The user's ``SLURMEnvironment``, if given, whose ``auto_requeue`` and ``requeue_signal`` count.
+        self.slurm: Any = None
         #: The ranks that the strategy trains with, if not all; and this process's place among them.
         self.group: Group | None = None
         self._place: Topology | None = None

@@ -96,6 +96,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             remedy = _ARGUMENTS_OF_OTHERS.get(name, f"did you mean {similar[0]}?")
             raise ArgumentError(f"{strategy} has no argument {name} (given: {value!r}): {remedy}")
         environment, timeout = arguments["cluster_environment"], arguments["timeout"]
+        slurm = environment if hasattr(environment, "auto_requeue") else None
+        environment = RingEnvironment() if slurm is not None else environment
         if not isinstance(environment, RingEnvironment | None):
             raise ArgumentError(
                 f"{strategy}(cluster_environment={type(environment).__name__}()) has to be a RingEnvironment. Leave it "
@@ -110,6 +112,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         own = communicator_of(self.group) if self.group is not None else None  # raises on a rank outside
         lightnings = {name: arguments[name] for name in _ARGUMENTS_OF_LIGHTNING if name in arguments}
         super().__init__(**lightnings, cluster_environment=environment or RingEnvironment())
+        self.cluster_environment.slurm = slurm
         if self.group is not None and own is not None:
             self.cluster_environment.set_group(self.group)
 

@@ -3,7 +3,8 @@
 **Steps.** Lightning compares nothing among ranks. Where one has a batch less, or sets ``trainer.should_stop`` alone,
 its next collective meets another one of the others. But at the start of every batch all ranks read rank 0's SIGTERM
 flag, by a broadcast. In its place they tell each other here where they are, which costs as much, and do so once more
-before they validate and at the end of an epoch. So all of them learn which rank went on alone, and why.
+before they validate and at the end of an epoch. So all of them learn which rank went on alone, and why, and whether any
+was told that the job is to end.
 
 **Metrics.** A value that is logged with ``on_epoch=True`` is reduced over the ranks when it is first read. Progress
 bars read it on rank 0 only, before the module's ``on_train_epoch_end``, and so do users' callbacks that work on rank 0
@@ -16,6 +17,8 @@ of an epoch), and the ``run`` of the loop that validates.
 
 from __future__ import annotations
 
+import functools
+import operator
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +30,7 @@ from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import MismatchError, PeerLeft, name_ranks
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.lightning.preemption import REQUEUE, STOP, Preemption
 from ring_plugins.torch.loaders import samplers_of
 
 _BATCH, _VALIDATION, _EPOCH_END = range(3)
@@ -35,8 +39,9 @@ _DOING = (
     ("validates", "validate"),
     ("has left it", "have left it"),
 )
-#: Bits of what a rank tells: its phase, two flags, how many batches of this epoch it has begun, and of its next batch.
-_PHASE, _STOPS, _SIGTERM, _BATCHES, _DATA = 3, 4, 8, 4, 32
+#: Bits of what a rank tells: its phase, a flag, what signals have told it, how many batches of this epoch it has begun,
+#: and of its next batch.
+_PHASE, _STOPS, _TOLD, _BATCHES, _DATA = 3, 4, 3, 5, 32
 
 
 class SameLoop:
@@ -53,7 +58,8 @@ class SameLoop:
         self._replaced: list[tuple[Any, str]] = []
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
         self._compares = compares and trainer.state.fn == "fit" and hasattr(loop, "_broadcast_sigterm_tensor")
-        self._stops_on_sigterm = self._has_met = False
+        self.preemption = Preemption(trainer, self._compares)
+        self._is_told, self._has_met = 0, False
         self._keeps_ranks, size = compares, communicator_of(group).size
         self._ranks = range(size) if group is None else group.ranks
         if self._compares:
@@ -70,18 +76,20 @@ class SameLoop:
         """Leave the Trainer as it was."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
+        self.preemption.close()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         self._replaced.append((owner, name))
         setattr(owner, name, lambda: function(original))
 
-    def _begin_batch(self, stop_on_sigterm: Callable[[], None]) -> None:
-        if (not self._has_met and self._meet(_BATCH)[0] & _SIGTERM) or self._stops_on_sigterm:
-            stop_on_sigterm()
+    def _begin_batch(self, _: Callable[[], None]) -> None:
+        told = self._is_told if self._has_met else signals_of(self._meet(_BATCH))
+        if told:
+            self.preemption.stop(told)
 
     def begin_batch(self, data: int) -> list[int]:
-        """Tell the others of this rank's next batch; a SIGTERM of which rank 0 tells ends training behind it.
+        """Tell the others of this rank's next batch; a signal of which any rank tells ends training behind it.
 
         Args:
             data: what to tell, in 31 bits.
@@ -93,7 +101,7 @@ class SameLoop:
             PeerLeft: ranks are at different places.
         """
         told = self._meet(_BATCH, data) if self._compares else ring.all_gather_object(data << _DATA, group=self._group)
-        self._has_met, self._stops_on_sigterm = True, bool(told[0] & _SIGTERM)
+        self._has_met, self._is_told = True, signals_of(told) if self._compares else 0
         return [one >> _DATA for one in told]
 
     def _validate(self, run: Callable[[], Any]) -> Any:
@@ -104,7 +112,10 @@ class SameLoop:
         reach_end()
         if self._trainer.training:  # an evaluation calls it too
             if self._compares:
-                self._compare_orders([one >> _DATA for one in self._meet(_EPOCH_END, self._order())])
+                told = self._meet(_EPOCH_END, self._order())
+                self._compare_orders([one >> _DATA for one in told])
+                if (signals := signals_of(told)) & STOP:
+                    self.preemption.agree(signals)
             self._compute_metrics("on_train_epoch_end")
 
     def _end_evaluation(self, end: Callable[[], None]) -> None:
@@ -146,7 +157,7 @@ class SameLoop:
             PeerLeft: ranks are at different places.
         """
         trainer = self._trainer
-        flags = (_STOPS if trainer.should_stop else 0) | (_SIGTERM if trainer.received_sigterm else 0)
+        flags = (_STOPS if trainer.should_stop else 0) | self.preemption.told << _TOLD
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready << _BATCHES
         self._own.array[0] = phase | flags | batches | data << _DATA
         with purpose("comparison of loops"):
@@ -177,3 +188,8 @@ class SameLoop:
             )
         epoch = self._trainer.current_epoch
         return PeerLeft(f"after {batches} batches of epoch {epoch}, {doing}, but {others}. {cause}", ahead[0])
+
+
+def signals_of(told: list[int]) -> int:
+    """What any rank was told by a signal, of what all have told."""
+    return functools.reduce(operator.or_, told) >> _TOLD & (STOP | REQUEUE)

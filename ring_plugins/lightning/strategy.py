@@ -27,12 +27,12 @@ from ring_plugins.lightning.hyperparameters import check_equal
 from ring_plugins.lightning.joining import MeetingPoint
 from ring_plugins.lightning.launcher import (
     has_failed,
-    keep_sigterm_handler_from_broadcasting,
     report_failure,
     set_exit_status,
 )
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.predictions import Predictions
+from ring_plugins.lightning.preemption import Preemption, is_sigterm
 from ring_plugins.lightning.process_group import metrics_within
 from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.same_loop import SameLoop
@@ -62,7 +62,7 @@ class RingTrainerLogic(RingParallelLogic):
     Args:
         accelerator: See ``Trainer(accelerator=...)``.
         parallel_devices: One device for each rank of this node; derived from the launcher by default.
-        cluster_environment: A `RingEnvironment`; made by default.
+        cluster_environment: A `RingEnvironment`; made by default. Of a ``SLURMEnvironment``, ``auto_requeue`` counts.
         checkpoint_io: Lightning's plugin for files.
         precision_plugin: Lightning's plugin for precision.
         bucket_bytes: Gradients travel together in buckets of about this many bytes, 25 MiB by default.
@@ -157,6 +157,7 @@ class RingTrainerLogic(RingParallelLogic):
         self._skip_step_on = exceptions_to_skip(skip_step_on)
         self._shared_step: SharedStep | None = None
         self._averager: GradientAverager | None = None
+        self._preemption: Preemption | None = None
         self._drift = DriftCheck(chosen_interval(drift_check_every))
         self._accumulates = False
         self._buffers: BufferBroadcast | None = None
@@ -195,6 +196,7 @@ class RingTrainerLogic(RingParallelLogic):
     def setup(self, trainer: Any) -> None:
         is_fitting = trainer.state.fn == "fit"
         self._undo_setup()
+        self._preemption = Preemption(trainer, compares=False)
         if self._recovers:
             if self._layer_sync:
                 world.current().refuse_to_recover("Trainer(sync_batchnorm=True)")
@@ -213,6 +215,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self.is_distributed:
             loop = SameLoop(trainer, not self._recovers and self.world_size > 1, self.group)
             self._set_up.callback(loop.close)
+            self._preemption = loop.preemption
             self._set_up.callback(Shares(self, trainer).close)
             if self.world_size > 1 and not world.current().replaces and trainer.state.fn != "predict":
                 evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
@@ -324,6 +327,8 @@ class RingTrainerLogic(RingParallelLogic):
         skipped_before = self._averager.skipping.count
         self._shared_step.weight = 1.0 if self._uneven is None else self._uneven.weight
         result = self._shared_step.run(optimizer, closure, lambda one: step(optimizer, one, *args, **kwargs))
+        if self._recovers and self._preemption is not None:
+            self._preemption.after_pass()
         if self._averager.skipping.count > skipped_before:
             return result
         self._averager.checks.updates.add()
@@ -359,7 +364,7 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        keep_sigterm_handler_from_broadcasting(self._trainer)
+        self._take_signals()
 
     @override
     def on_train_end(self) -> None:
@@ -384,8 +389,12 @@ class RingTrainerLogic(RingParallelLogic):
         self._on_evaluation_start()
 
     def _on_evaluation_start(self) -> None:
-        keep_sigterm_handler_from_broadcasting(self._trainer)
+        self._take_signals()
         self._broadcast_all_buffers()
+
+    def _take_signals(self) -> None:
+        if self._preemption is not None:
+            self._preemption.take_signals()
 
     @property
     def _trainer(self) -> Any:
@@ -402,6 +411,8 @@ class RingTrainerLogic(RingParallelLogic):
         super().on_exception(exception)
         set_exit_status(exception)
         report_failure(exception)
+        if self._preemption is not None and is_sigterm(exception):
+            self._preemption.requeue()
 
     @override
     def teardown(self) -> None:
@@ -412,7 +423,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
-        self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
+        self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = self._preemption = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -424,6 +435,7 @@ class RingTrainerLogic(RingParallelLogic):
             "_shared_step": None,
             "_uneven": None,
             "_evaluation": None,
+            "_preemption": None,
             "_set_up": ExitStack(),
         }
 

@@ -1,6 +1,7 @@
 """What private names of Lightning are taken for: a version that changes one fails here, not in somebody's fit."""
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ class Seen(lightning.Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         handler: Any = signal.getsignal(signal.SIGTERM)
-        assert trainer._signal_connector._sigterm_notifier_fn in handler.signal_handlers
+        connector = trainer._signal_connector
+        assert connector._sigterm_notifier_fn in handler.signal_handlers and not connector.received_sigterm
+        assert callable(connector._slurm_sigusr_handler_fn) and callable(connector._register_signal)
+        assert hasattr(sys.modules[type(connector).__module__].SLURMEnvironment, "detect")
+        assert hasattr(sys.modules[type(trainer.fit_loop.epoch_loop).__module__], "SIGTERMException")
+        assert trainer._accelerator_connector._cluster_environment_flag is None
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
