@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -144,6 +145,10 @@ class GradientAverager:
                 named_parameters(model), group=group
             )
             self._recovery: RecoveryCheck | None = None
+            #: Of the job, of whose end passes tell; none where threads of one process are the ranks.
+            self._elastic: Any = (
+                current().elastic if is_initialized() else SimpleNamespace(wants_change=False, passes=0)
+            )
             if self.communicator.recovers:
                 if tuning_is_wanted(autotune):
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
@@ -280,7 +285,7 @@ class GradientAverager:
 
     def wants_change(self) -> bool:
         """Whether this rank is to leave, or sees that others wait to join; asked before averages are taken."""
-        return current().elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
+        return bool(self._elastic.wants_change if self._recovery is None else self._recovery.begin_pass())
 
     def note_averages(self) -> None:
         """Note that gradients are averages of all ranks, made without a pass; collective if ranks have changed."""
@@ -491,8 +496,7 @@ class GradientAverager:
         Returns:
             Whether the membership changes now: a rank leaves, or a process joins.
         """
-        elastic = current().elastic
-        buckets.wants_change = elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
+        buckets.wants_change = self._elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
         at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined
         at_once |= self._recovery is not None  # the host has waited for the GPU
         try:
@@ -511,8 +515,7 @@ class GradientAverager:
             self._sets.sparse.update(outcome.found_sparse)
             self._sets.drop_all()
         self.steps += 1
-        if at_once or self._streams is None:
-            elastic.passes += 1
+        self._elastic.passes += at_once or self._streams is None  # else it is not known yet what was told
         if self.sums:
             parameters = [parameter for _, parameter in self._sets.named]
             _multiply(itertools.compress(parameters, buckets.is_trained), self.communicator)
