@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
@@ -17,14 +17,13 @@ from ring_plugins.core.functions import all_or_none
 from ring_plugins.core.gpu import load_nccl
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import current
-from ring_plugins.horovod import named, settings
+from ring_plugins.horovod import named, part, settings
 from ring_plugins.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from ring_plugins.horovod.common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     group_of,
-    ranks_of_comm,
     remove_process_set,
 )
 
@@ -97,20 +96,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job.
 
     Args:
-        comm: all ranks, or mpi4py's communicator of all. A part of them is a process set here, not a job.
+        comm: ranks of the launcher, or a communicator of mpi4py, which become a job of their own, numbered in this
+            order. All ranks of the launcher call this, each with its own part.
         process_sets: to be added, in a list; "dynamic" has no effect, since sets can always be added.
 
     Raises:
-        ArgumentError: `comm` has other ranks, or as for `add_process_set`.
+        ArgumentError, MismatchError: as for `part.become_part` and `add_process_set`.
     """
+    is_new = not is_initialized()
     settings.init()
     if comm is not None and comm != []:
-        ranks = sorted(comm) if isinstance(comm, Iterable) else ranks_of_comm(comm)
-        if ranks != list(range(size())):
-            raise ArgumentError(
-                f"comm has the ranks {ranks} of a job of {size()}. Call hvd.init() on all, then part = "
-                f"hvd.add_process_set({ranks}) on all, and pass process_set=part to operations and optimizers on these."
-            )
+        part.become_part(comm, is_new)
+        settings.tell_place()
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(process_set)
 

@@ -168,3 +168,25 @@ def test_named_operations_and_join():
     assert by_rank[0][0][0] == "NameInUse" and by_rank[0][2][0] == "ArgumentError"
     assert [by_rank[rank][1][0] for rank in range(2)] == ["MismatchError"] * 2 and "differently" in by_rank[0][1][1]
     assert "rank 0 takes no part in the operation 'x': ArgumentError" in by_rank[1][2][1]
+
+
+JOINED = """
+import os
+
+import torch
+
+import ring_plugins as ring
+import ring_plugins.horovod.torch as hvd
+from tests.worker import report
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))  # instead of hvd.init(), which prepares for names
+if ring.rank() == 0:
+    report("named", hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="first", op=hvd.Sum)), 0)
+report("last", hvd.join())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_takes_part_after_join_although_it_has_named_nothing_before():
+    result = run_ranks(JOINED, 2)
+    assert result.values("named") == [[1, 1]] and result.values("last") == [0, 0]

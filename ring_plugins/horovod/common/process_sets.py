@@ -95,7 +95,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     sets, numbers = _sets.setdefault(current(), ({}, itertools.count(1)))
-    ranks = ranks_of_comm(added.mpi_comm) if added.ranks is None else added.ranks
+    ranks = sorted(ranks_of_comm(added.mpi_comm)) if added.ranks is None else added.ranks
     by_rank = current().communicator.all_gather_object(ranks, "hvd.add_process_set")
     if any(theirs != ranks for theirs in by_rank):
         raise MismatchError(f"the ranks add different process sets: {by_rank} in rank order. All add each set.")
@@ -161,14 +161,14 @@ def set_of(process_set_id: int) -> ProcessSet:
 
 
 def ranks_of_comm(comm: Any) -> list[int]:
-    """The job's ranks of an mpi4py communicator.
+    """The job's ranks of an mpi4py communicator, in its order.
 
     Raises:
         ArgumentError: it is none, or the ranks of the job are not those of mpi4py's world.
     """
     for read in group_readers:
         if (ranks := read(comm)) is not None:
-            return sorted(ranks)
+            return list(ranks)
     raise ArgumentError(
         f"{comm!r:.60} is neither a list of ranks nor a communicator of mpi4py, in a job started by mpirun. Pass ranks."
     )

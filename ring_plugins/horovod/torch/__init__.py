@@ -45,7 +45,7 @@ from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.torch import collectives, elastic
 from ring_plugins.horovod.torch.collectives import *  # noqa: F403 - all its public functions are Horovod's
 from ring_plugins.horovod.torch.collectives import poll, synchronize
-from ring_plugins.horovod.torch.operations import prepare_names
+from ring_plugins.horovod.torch.operations import follow_names, prepare_names
 from ring_plugins.other_names import no_attribute
 from ring_plugins.torch import SyncBatchNorm
 from ring_plugins.torch.optimizer import DistributedOptimizer as _DistributedOptimizer
@@ -218,6 +218,7 @@ def join(device: Any = -1) -> int:  # type: ignore[no-redef]
         MismatchError: between hosts, another rank is in an operation without a name.
     """
     gc.collect()  # what the script has dropped is gone on all ranks then
+    follow_names()  # which a script that calls ring_plugins.init() has not begun
     optimizers = [one for ref in _optimizers if (one := ref()) is not None and one.waits_in_join()]
     if not optimizers:
         return basics.join(device)

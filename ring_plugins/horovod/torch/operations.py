@@ -110,9 +110,14 @@ class Operation(NamedTuple):
         return Handle([work], lambda results: self.finish(*results))
 
 
+def follow_names() -> NamedOperations | None:
+    """Be ready to take part in named operations of all ranks as one that has joined."""
+    return operations_of(current().communicator.ranks, _rebuilt)
+
+
 def prepare_names() -> None:
     """Be ready for named operations of all ranks; collective, for `hvd.init`."""
-    if (operations := operations_of(current().communicator.ranks, _rebuilt)) is not None:
+    if (operations := follow_names()) is not None:
         operations.prepare()
 
 
