@@ -125,7 +125,7 @@ def report(records: list[dict[str, Any]], steps: int) -> None:
     for name, loss in mean.items():
         spread = max(losses[name]) - min(losses[name])
         gain = (alone - loss) / (alone - together)
-        fewer = sent.get("synchronous", 0) / max(sent[name], 1)
+        fewer = sent.get("synchronous", 0) / sent[name] if name != "one host alone" else 0
         print(
             f"{name}: loss {loss:.3f} (spread {spread:.3f}), {gain:.0%} of the gain, {sent[name] / 1e6:.2f} MB, "
             f"{sent[name] / steps / 1e3:.2f} kB a step, {fewer:.0f}x fewer"

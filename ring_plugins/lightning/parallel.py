@@ -41,7 +41,7 @@ _ARGUMENTS_OF_OTHERS = {
     "bucket_cap_mb": "pass bucket_bytes=25 * 2**20 for 25 MiB",
     "ddp_comm_hook": "pass compression='fp16' or 'bf16' to send gradients in 16 bits; other hooks are not supported",
     "process_group_backend": "leave it out: GPUs use NCCL, and CPUs shared memory and sockets",
-    "model_averaging_period": "leave it out: gradients are averaged in every step",
+    "model_averaging_period": "gradients are averaged in every step; RingStrategy(sync_every=64) averages weights",
     "num_nodes": "pass it to the Trainer or Fabric, and start one process a rank by mpirun, torchrun or srun",
 }
 _ARGUMENTS_OF_OTHERS["on_failure"] = _ARGUMENTS_OF_OTHERS["min_ranks"] = _ARGUMENTS_OF_OTHERS["max_ranks"] = (

@@ -50,10 +50,18 @@ class SameLoop:
     Args:
         trainer: the Trainer, in ``Strategy.setup``.
         compares: whether ranks tell each other where they are.
-        group: the ranks that train together, all by default.
+        group: the ranks that average every step, all by default.
+        come_together: called before ranks validate and at the end of an epoch.
     """
 
-    def __init__(self, trainer: Any, compares: bool, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        compares: bool,
+        group: Group | None = None,
+        come_together: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._come_together = come_together
         self._trainer, self._group = trainer, group
         self._replaced: list[tuple[Any, str]] = []
         connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
@@ -106,6 +114,7 @@ class SameLoop:
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         self._meet(_VALIDATION)
+        self._come_together()
         return run()
 
     def _end_epoch(self, reach_end: Callable[[], None]) -> None:
@@ -116,6 +125,7 @@ class SameLoop:
                 self._compare_orders([one >> _DATA for one in told])
                 if (signals := signals_of(told)) & STOP:
                     self.preemption.agree(signals)
+                self._come_together()
             self._compute_metrics("on_train_epoch_end")
 
     def _end_evaluation(self, end: Callable[[], None]) -> None:

@@ -30,6 +30,7 @@ from ring_plugins.lightning.launcher import (
     report_failure,
     set_exit_status,
 )
+from ring_plugins.lightning.local_updates import LocalTraining, local_settings
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.predictions import Predictions
 from ring_plugins.lightning.preemption import Preemption, is_sigterm
@@ -97,6 +98,10 @@ class RingTrainerLogic(RingParallelLogic):
         start_method: How a script that was started alone starts the other ranks: "popen" runs the script again; with
             "fork", "forkserver" and "spawn" they run only ``fit``, ``validate``, ``test`` or ``predict``. By default
             "fork" in a notebook, else "popen".
+        sync_every: Steps, or a time such as "30s", between exchanges of weights among hosts; gradients are averaged
+            inside a host only then (docs/slow_networks.md). None averages all ranks' gradients in every step.
+        outer: With `sync_every`: "average", "nesterov", or the outer optimizer's learning rate and momentum.
+        fragments: With `sync_every`: parts of the weights that take turns; a divisor of it.
         group: A `ring_plugins.Group` of the ranks that train together, all by default: the data-parallel group of a
             mesh, or one of several models. To Lightning, these ranks are the whole job (docs/lightning.md).
 
@@ -106,7 +111,7 @@ class RingTrainerLogic(RingParallelLogic):
     # DDPStrategy adds (the wrapper, its forward redirection, communication hooks, static graphs, model averaging, the
     # assumption of being distributed at world size 1, a mean that truncates integers) would have to be switched off
     # again. What it would have brought, permission to train compiled modules, is one line in `packages`. The class has
-    # more than 25 methods, since nearly all are hooks of Lightning's strategies.
+    # more than 25 methods, and the file more lines than others, since nearly all are hooks of Lightning's strategies.
 
     strategy_name = "ring"
     recovers = True
@@ -139,10 +144,15 @@ class RingTrainerLogic(RingParallelLogic):
         max_ranks: int | None = None,
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        sync_every: int | str | None = None,
+        outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
+        fragments: int = 1,
         group: Group | None = None,
         **unknown: Any,
     ) -> None:
         self._construct(locals())
+        local_settings(self.arguments)  # raises if one is invalid
+        self._local: LocalTraining | None = None
         if uneven not in ("join", "error"):
             raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
@@ -205,15 +215,16 @@ class RingTrainerLogic(RingParallelLogic):
                 self._set_up.callback(MeetingPoint(self, trainer).close)
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer, self.group)  # before the weights, of which other numbers make other shapes
+        team, come_together = self._begin_local(trainer) if is_fitting else (self.group, _nothing)
         if is_fitting and self.is_distributed and self._layer_sync:
             # torch's own refuses to work on the CPU, and knows no groups of ours.
-            needs_ours = self.root_device.type == "cpu" or self.group is not None
+            needs_ours = self.root_device.type == "cpu" or team is not None
             is_torchs = type(self._layer_sync).__name__ == "TorchSyncBatchNorm"
-            layer_sync: Any = OwnSyncBatchNorm(self.group) if is_torchs and needs_ours else self._layer_sync
+            layer_sync: Any = OwnSyncBatchNorm(team) if is_torchs and needs_ours else self._layer_sync
             self.model = layer_sync.apply(self.model)
             self._set_up.callback(lambda: setattr(self, "model", layer_sync.revert(self.model)))
         if self.is_distributed:
-            loop = SameLoop(trainer, not self._recovers and self.world_size > 1, self.group)
+            loop = SameLoop(trainer, not self._recovers and self.world_size > 1, team, come_together)
             self._set_up.callback(loop.close)
             self._preemption = loop.preemption
             self._set_up.callback(Shares(self, trainer).close)
@@ -224,17 +235,18 @@ class RingTrainerLogic(RingParallelLogic):
             if self.world_size > 1 and self._gathers and trainer.state.fn == "predict":
                 self._set_up.callback(Predictions(trainer, self.group).close)
             if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
-                self._uneven = UnevenData(self, trainer, loop)
+                self._uneven = UnevenData(self, trainer, loop, team)
                 self._set_up.callback(self._uneven.close)
         super().setup(trainer)
         if self.group is not None and self.is_distributed:
             self._set_up.callback(metrics_within(self.group, self.lightning_module))
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None
-            self._buffers = BufferBroadcast(self.lightning_module, self.group) if self._broadcast_buffers else None
+            self._buffers = BufferBroadcast(self.lightning_module, team) if self._broadcast_buffers else None
             self._drift = DriftCheck(self._drift.every)
         if is_fitting and (self.is_distributed or self._skip_step_on):
-            self._averager = GradientAverager(self.lightning_module, **self._averager_arguments)
+            own = {} if self._local is None else self._local.averager_arguments
+            self._averager = GradientAverager(self.lightning_module, **{**self._averager_arguments, **own})
             self._set_up.callback(self._averager.close)
             self._averager.compare_options(partial(_groups_of, self))
             self._shared_step = SharedStep(
@@ -243,6 +255,14 @@ class RingTrainerLogic(RingParallelLogic):
                 lambda: self._accumulates or self._trainer.accumulate_grad_batches > 1,
                 self._skip_step_on,
             )
+
+    def _begin_local(self, trainer: Any) -> tuple[Group | None, Callable[[], None]]:
+        """The ranks that average every step, and what they do before all come together."""
+        if not self.is_distributed or self.arguments["sync_every"] is None:
+            return self.group, _nothing
+        self._local = LocalTraining(trainer, self.arguments, self.group)
+        self._set_up.callback(self._local.close)
+        return self._local.team, self._local.exchange
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -257,6 +277,22 @@ class RingTrainerLogic(RingParallelLogic):
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(to=self.first_rank)
         state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self._local is not None and optimizer is self.optimizers[0]:
+            self._local.save_into(state)
+        return state
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._local is not None:
+            self._local.resume(checkpoint["optimizer_states"])
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state for a checkpoint, which all ranks make."""
+        if self._local is not None and not has_failed():
+            self._local.exchange()
+        state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     @override
@@ -324,11 +360,15 @@ class RingTrainerLogic(RingParallelLogic):
         assert self._averager is not None
         if self._drift.every and self._shard:
             self._check_drift(self._averager)  # before the step, which gives all ranks the same weights
+        if self._local is not None:
+            self._local.before_step()
         skipped_before = self._averager.skipping.count
         self._shared_step.weight = 1.0 if self._uneven is None else self._uneven.weight
         result = self._shared_step.run(optimizer, closure, lambda one: step(optimizer, one, *args, **kwargs))
         if self._recovers and self._preemption is not None:
             self._preemption.after_pass()
+        if self._local is not None:
+            self._local.after_step()
         if self._averager.skipping.count > skipped_before:
             return result
         self._averager.checks.updates.add()
@@ -369,6 +409,8 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._local is not None:
+            self._local.finish()
         if self._averager is not None:
             self._averager.checks.weights.compare("when training ended", self._averager.communicator)
         self._broadcast_all_buffers()
@@ -423,7 +465,8 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
-        self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = self._preemption = None
+        self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
+        self._preemption = self._local = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -436,8 +479,13 @@ class RingTrainerLogic(RingParallelLogic):
             "_uneven": None,
             "_evaluation": None,
             "_preemption": None,
+            "_local": None,
             "_set_up": ExitStack(),
         }
+
+
+def _nothing() -> None:
+    """Ranks that average every step need not come together."""
 
 
 def _groups_of(strategy: Any) -> list[dict[str, Any]]:

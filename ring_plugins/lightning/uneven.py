@@ -36,6 +36,8 @@ from torch.utils.data import DataLoader
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.lightning.process_group import broadcast_object
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.torch.sync_batch_norm import uncounted
 
@@ -86,6 +88,7 @@ class UnevenData:
         strategy: its strategy.
         trainer: the Trainer, in ``Strategy.setup``.
         loop: by which ranks tell each other where they are.
+        group: the ranks that do, all by default.
 
     Attributes:
         weight: the factor of this rank's loss in this batch.
@@ -93,8 +96,8 @@ class UnevenData:
         is_logging: whether a value that is being reduced is a batch's.
     """
 
-    def __init__(self, strategy: Any, trainer: Any, loop: SameLoop) -> None:
-        self._strategy, self._trainer, self._same_loop = strategy, trainer, loop
+    def __init__(self, strategy: Any, trainer: Any, loop: SameLoop, group: Group | None = None) -> None:
+        self._strategy, self._trainer, self._same_loop, self._group = strategy, trainer, loop, group
         self.weight, self.ran_out, self.is_logging = 1.0, False, False
         self._full = 0  # samples of a full batch, if they are known
         self._drawn: int | None = None  # samples of an epoch, if they are known
@@ -137,7 +140,7 @@ class UnevenData:
         # One that goes on in the middle of an epoch counts its batches from there.
         has_length = self._full and loaders[0].batch_sampler is not None and not hasattr(loaders[0], "state_dict")
         self._drawn = len(loaders[0].sampler) if has_length and hasattr(loaders[0].sampler, "__len__") else None
-        by_rank = ring.all_gather_object(loop.max_batches, group=self._strategy.group)
+        by_rank = ring.all_gather_object(loop.max_batches, group=self._group)
         longest = max(by_rank)
         if too_short is not None and _is_interval_too_long(trainer, longest):
             raise too_short
@@ -175,13 +178,13 @@ class UnevenData:
         is_last = all(one.is_last for one in told)
         if any(one.needs_one for one in told):
             source = next(rank for rank, one in enumerate(told) if one.has_batch)
-            batch = self._strategy.broadcast(item[0] if has_batch else None, source)
+            batch = broadcast_object(item[0] if has_batch else None, source, self._group)
             self._spare = batch if own.needs_one else self._spare
         if has_batch and own.is_last and not is_last:
             self._spare = copy.deepcopy(item[0])  # as it is before the script changes it
         self.ran_out = not has_batch
         weights = weights_of(told)
-        self.weight = weights[self._strategy.global_rank] if len(told) > 1 else 1.0
+        self.weight = weights[communicator_of(self._group).rank] if len(told) > 1 else 1.0
         self._differ = weights != [1.0] * len(told)
         self._follow_logs(self.ran_out or self.weight != 1.0)
         if item is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -83,34 +83,34 @@ class LocalUpdates(DistributedOptimizer):
         overlap: bool | Literal["auto"] = "auto",
         group: Group | None = None,
     ) -> None:
-        world, members = current(), communicator_of(group)
+        members = communicator_of(group)
         with constructed_by_all("the construction of LocalUpdates", members):
-            world.refuse_to_recover("LocalUpdates")
+            current().refuse_to_recover("LocalUpdates")
             settings = Settings.checked(every, outer, fragments, Compression.named(compression, error_feedback), steps)
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
-            self._buffers = _floating_buffers(named_parameters) if isinstance(named_parameters, nn.Module) else {}
+            self._buffers = floating_buffers(named_parameters) if isinstance(named_parameters, nn.Module) else {}
             named = named_parameters.named_parameters() if isinstance(named_parameters, nn.Module) else named_parameters
             named = None if named is None else list(named)
             weights = [p for one in optimizer.param_groups for p in one["params"]]
             described: list[object] = [(tuple(p.shape), str(p.dtype)) for p in weights]
             described += [(name, tuple(buffer.shape)) for name, buffer in self._buffers.items()]
-        own = world.topology
-        team = own.node_rank if within_host else own.rank
-        self._exchanges_over = (group or world).new_communicator("local updates")
-        planned = steps / settings.every if steps is not None and settings.every else math.inf
-        self._outer = OuterSteps(settings, self._exchanges_over, team, described, planned)
-        self._team = Group.split(team, group=group)
-        super().__init__(
-            optimizer,
-            named,
-            backward_passes_per_step=backward_passes_per_step,
-            sparse=sparse,
-            drift_check_every=drift_check_every,
-            shard=shard,
-            overlap=overlap,
-            group=self._team,
-        )
+            planned = steps / settings.every if steps is not None and settings.every else math.inf
+        self._outer = BetweenHosts(settings, described, group, within_host, planned)
+        try:
+            super().__init__(
+                optimizer,
+                named,
+                backward_passes_per_step=backward_passes_per_step,
+                sparse=sparse,
+                drift_check_every=drift_check_every,
+                shard=shard,
+                overlap=overlap,
+                group=self._outer.team,
+            )
+        except BaseException:
+            self._outer.close()
+            raise
 
     # Steps --------------------------------------------------------------------------------------------
 
@@ -136,17 +136,8 @@ class LocalUpdates(DistributedOptimizer):
 
     def _begin(self) -> None:
         """Take the anchor before the first step: until then a script may load or broadcast weights."""
-        if self.averager.is_closed or self._outer.has_begun or self._outer.is_idle:
-            return
-        named = self._named()
-        if found := differing_weights(
-            lambda: parameter_checksums(named), "before the first step", self._exchanges_over
-        ):
-            raise MismatchError(
-                f"{found} Local updates begin with equal weights: call ring_plugins.torch.broadcast_parameters(model)."
-            )
-        self._outer.begin(FlatWeights([parameter for _, parameter in named], [*self._buffers.values()]))
-        averages_seldom()
+        if not self.averager.is_closed:
+            self._outer.start(self._named(), self._buffers)
 
     def _take_new_parameters(self) -> bool:
         before = self._averaged_parameters
@@ -187,16 +178,16 @@ class LocalUpdates(DistributedOptimizer):
     # Exchanges ----------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Exchange all weights now; collective, after the same step of all ranks. A checkpoint then loses no step."""
+        """Exchange all weights, once all ranks have called this: they are equal then, and a checkpoint loses no step.
+
+        Until then take part in what is due on the others.
+        """
         self._count_skipped()
         self._begin()
         self._outer.exchange()
 
     def finish(self) -> None:
-        """Exchange for the last time, after the last step of this rank. Collective.
-
-        A rank that has fewer steps waits in it, and takes part in the others' exchanges without a weight of its own.
-        """
+        """As `exchange`, after the last step of this rank. One that has fewer steps than others waits here for them."""
         self._count_skipped()
         self._begin()
         self._outer.finish()
@@ -215,10 +206,8 @@ class LocalUpdates(DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under "local_updates" the anchor and the outer optimizer's velocity."""
         state = super().state_dict()
-        if outer := self._outer.state():
-            state["local_updates"] = {
-                name: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in outer.items()
-            }
+        if saved := self._outer.saved():
+            state["local_updates"] = saved
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,20 +215,84 @@ class LocalUpdates(DistributedOptimizer):
         outer = state_dict.get("local_updates")
         super().load_state_dict({name: one for name, one in state_dict.items() if name != "local_updates"})
         if outer is not None:
-            if not self._outer.has_begun:
-                self._outer.begin(FlatWeights([p for _, p in self._named()], [*self._buffers.values()]))
-            self._outer.load({name: np.asarray(one) for name, one in outer.items()})
+            self._outer.resume(outer, self._named(), self._buffers)
 
     def __repr__(self) -> str:
         return f"LocalUpdates({self.optimizer!r})"
 
     def close(self) -> None:
         super().close()
-        self._exchanges_over.close()
-        self._team.close()
+        self._outer.close()
 
 
-def _floating_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+class BetweenHosts(OuterSteps):
+    """`OuterSteps` of torch models, and the ranks inside a host. Collective.
+
+    Args:
+        settings, described, planned: as of `OuterSteps`.
+        group: whose ranks train the model, all by default.
+        within_host: whether the ranks of a host average every step.
+
+    Attributes:
+        team: the ranks that do, among them this one.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        described: Sequence[object],
+        group: Group | None,
+        within_host: bool = True,
+        planned: float = math.inf,
+    ) -> None:
+        own = current().topology
+        number = own.node_rank if within_host else own.rank
+        communicator = (group or current()).new_communicator("local updates")
+        try:
+            super().__init__(settings, communicator, number, described, planned)
+            self.team = Group.split(number, group=group)
+        except BaseException:
+            communicator.close()
+            raise
+
+    def start(self, named: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights for the anchor, unless that was done: before the first step, so a script may load others.
+
+        Raises:
+            MismatchError: they differ among ranks.
+        """
+        if self.has_begun or self.is_idle:
+            return
+        when = "before the first step"
+        if found := differing_weights(lambda: parameter_checksums(named), when, self._communicator):
+            raise MismatchError(
+                f"{found} Local updates begin with equal weights: call ring_plugins.torch.broadcast_parameters(model)."
+            )
+        self.begin(FlatWeights([parameter for _, parameter in named], [*buffers.values()]))
+        averages_seldom()
+
+    def saved(self) -> dict[str, Any]:
+        """`state` with tensors, which torch.load takes."""
+        return {
+            name: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for name, one in self.state().items()
+        }
+
+    def resume(
+        self, saved: dict[str, Any], named: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Go on from what `saved` returned; see `load`."""
+        if not self.has_begun:
+            self.begin(FlatWeights([parameter for _, parameter in named], [*buffers.values()]))
+        self.load({name: np.asarray(one) for name, one in saved.items()})
+
+    def close(self) -> None:
+        """End the communication of both levels."""
+        self._communicator.close()
+        self.team.close()
+
+
+def floating_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that can be averaged, by name."""
     return {name: one for name, one in model.named_buffers() if one.is_floating_point() and one.numel()}
 
 

@@ -262,20 +262,14 @@ def averages_are_weighted_by_steps():
 
 
 def hosts_of_different_speeds_exchange_by_time():
-    model = network()
-    with local_updates(model, every="0.2s", within_host=True) as optimizer:
-        steps, began = 0, time.monotonic()
-        while time.monotonic() - began < 2:
-            train(model, optimizer, 1, steps)
-            steps += 1
+    """The slower host has more steps here, so it goes on when the other has ended."""
+    model, steps = network(), 20 + 10 * HOST
+    with local_updates(model, every="0.2 s") as optimizer:
+        for step in range(steps):
+            train(model, optimizer, 1, step)
             time.sleep(0.02 * (1 + HOST))
-            if steps > 20 and ring.num_nodes() > 1 and optimizer.exchanges > 4:
-                break
-            if IS_ONE_HOST and steps == 5:
-                break
         optimizer.finish()
-        if not IS_ONE_HOST:
-            assert 0 < optimizer.exchanges < steps
+        assert IS_ONE_HOST or 0 < optimizer.exchanges < 30
     assert are_equal(model)
 
 

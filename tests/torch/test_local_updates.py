@@ -22,7 +22,7 @@ CHECKS = Path(__file__).with_name("checks_local_updates.py")
         ("exported", 4, "2"),
         ("exported", 3, "1,2"),
         ("exported", 5, "1,1,3"),
-        pytest.param("mpirun", 3, "1,1,1", marks=pytest.mark.mpi),
+        ("exported", 3, "3"),
         ("spawned", 2, ""),
         ("spawned", 1, ""),
     ],

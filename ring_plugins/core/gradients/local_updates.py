@@ -12,7 +12,7 @@ fewer bytes go at once. They are cut between cache lines, as codecs need it.
 
 **Who is there.** Before numbers are reduced, the ranks tell each other a few words: which fragment is due, how many
 steps each has taken since its last exchange, and a checksum of the anchor. So averages are weighted by steps, a rank
-that has no more data takes part with the weight 0 until all have ended, hosts of different speeds may exchange by time,
+that has no more data takes part with the weight 0 until nobody has, hosts of different speeds may exchange by time,
 and anchors that differ are noticed at every exchange. Local steps are never compared, they differ by design.
 
 Numbers that are averaged and not trained, such as statistics of batch normalization, lie behind the others. The outer
@@ -49,8 +49,8 @@ _TIMES_MEMORY = 10
 _FEW_STEPS = 16
 #: Share of the time that the line about the exchanges' time speaks of.
 _SHARE = 0.05
-#: In place of a fragment's number: all of them; and "whatever is due, I have ended".
-_ALL, _ENDED = -1, -2
+#: In place of a fragment's number: all of them, once nobody takes steps any more; what is due until then.
+_ALL = -1
 #: The exchange after which rank 0 says how long they take; the first ones make connections and buffers.
 _TOLD_AFTER = 3
 
@@ -171,7 +171,7 @@ class _Told(NamedTuple):
     """What a rank says before an exchange.
 
     Attributes:
-        turn: the fragment that is due, or one of the constants above.
+        turn: the fragment that is due, or _ALL.
         since: steps since its last exchange, by fragment.
         checksum: of what the last exchange gave.
         team: see `OuterSteps`.
@@ -279,14 +279,16 @@ class OuterSteps:
             self._meet(self._turn)
 
     def exchange(self) -> None:
-        """Exchange all fragments now, on all ranks: weights are equal then, and a checkpoint loses no step."""
-        if not self.is_idle:
-            self._meet(_ALL)
+        """Exchange all fragments, once all ranks have called this; meanwhile take part in what is due on the others.
+
+        Weights are equal then, and a checkpoint loses no step.
+        """
+        while not self.is_idle and not self._meet(_ALL):
+            pass
 
     def finish(self) -> None:
-        """Exchange once more when this rank has no more steps, and take part in the others' exchanges until all end."""
-        while not self.is_idle and not self._meet(_ENDED):
-            pass
+        """As `exchange`, when this rank has no more steps."""
+        self.exchange()
         rounds = self.exchanges / self._settings.fragments
         if self._communicator.rank == 0 and (found := self._settings.misfit(rounds)):
             logger.warning(f"this training had local updates with {found}")
@@ -295,10 +297,10 @@ class OuterSteps:
         """Exchange with the other ranks.
 
         Args:
-            turn: which fragment, or one of the constants above.
+            turn: which fragment, or _ALL.
 
         Returns:
-            Whether all ranks have ended.
+            Whether all fragments were exchanged, as all ranks want it.
         """
         began, steps = time.monotonic(), self.steps - self._steps_then
         own = _Told(
@@ -307,14 +309,8 @@ class OuterSteps:
         )
         told: list[_Told] = self._communicator.all_gather_object(own, "local updates")
         self._check_anchors(told)
-        turns = {one.turn for one in told} - {_ENDED}
-        if len(turns) > 1:
-            raise MismatchError(
-                "local updates: some ranks exchange all of their weights, and others what is due after a step: "
-                f"{[one.turn for one in told]} by rank, where {_ALL} is all. Call exchange() on all ranks after the "
-                "same step."
-            )
-        due, met = max(turns, default=_ALL), time.monotonic()
+        # Those that are due agree: all ranks have been in the same exchanges.
+        due, met = max(one.turn for one in told), time.monotonic()
         for fragment in range(self._settings.fragments) if due == _ALL else [due]:
             counts = [one.since[fragment] for one in told]
             if any(counts):
@@ -330,7 +326,7 @@ class OuterSteps:
         self._ended, self._steps_then = time.monotonic(), self.steps
         if steps and not self._is_timed and self.exchanges >= _TOLD_AFTER * self._settings.fragments:
             self._tell_times(steps, own.pace, self._ended - met)
-        return not turns
+        return due == _ALL
 
     def _exchange(self, fragment: int, weight: float) -> None:
         """Average a fragment over all ranks, and move its anchor and weights."""

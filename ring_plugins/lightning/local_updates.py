@@ -1,0 +1,105 @@
+"""Local updates in a Trainer: hosts exchange weights every so many steps (`RingStrategy(sync_every=...)`).
+
+Inside a host all is as ever: the averager, the comparison of loops, uneven data and buffers work in the group of its
+ranks. So hosts are at different batches, by different shares of data or by time. Where they come together, before
+validation, at the end of an epoch, for a checkpoint and at the end, they exchange all: who is early takes part in the
+others' exchanges until they come, and then all ranks have the same weights, of which any may save or validate its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gradients.local_updates import Settings
+from ring_plugins.core.groups import Group
+from ring_plugins.core.world import current
+from ring_plugins.torch.local_updates import BetweenHosts, floating_buffers
+
+
+def local_settings(arguments: Mapping[str, Any], steps: int | None = None) -> Settings | None:
+    """How hosts exchange, by the arguments of a strategy; None if they average every step.
+
+    Args:
+        arguments: by name.
+        steps: of the whole training, if known.
+
+    Raises:
+        ArgumentError: an argument is invalid, or needs `sync_every`, or does not work with it.
+    """
+    every, outer, fragments = arguments["sync_every"], arguments["outer"], arguments["fragments"]
+    if every is None:
+        if outer != "average" or fragments != 1:
+            name, value = ("outer", outer) if outer != "average" else ("fragments", fragments)
+            raise ArgumentError(f"RingStrategy({name}={value!r}) needs sync_every, such as sync_every=64.")
+        return None
+    if arguments["shard_optimizer"]:
+        raise ArgumentError(
+            f"RingStrategy(sync_every={every!r}) does not work with shard_optimizer={arguments['shard_optimizer']!r}: "
+            "leave one out. ring_plugins.torch.LocalUpdates(shard=True) shards inside a host."
+        )
+    compression = Compression.named(arguments["compression"], arguments["error_feedback"])
+    return Settings.checked(every, outer, fragments, compression, steps, "sync_every")
+
+
+class LocalTraining:
+    """The exchanges of one `fit`. Collective.
+
+    Args:
+        trainer: the Trainer, in ``Strategy.setup``.
+        arguments: of its strategy.
+        group: the ranks that train together, all by default.
+
+    Attributes:
+        team: the ranks of this host.
+        averager_arguments: what the averager inside the host takes in place of the strategy's.
+    """
+
+    def __init__(self, trainer: Any, arguments: Mapping[str, Any], group: Group | None) -> None:
+        current().refuse_to_recover("RingStrategy(sync_every=...)")
+        self._module: torch.nn.Module = trainer.lightning_module
+        steps = trainer.max_steps if trainer.max_steps > 0 else None
+        settings = local_settings(arguments, steps)
+        assert settings is not None
+        described = [(name, tuple(one.shape), str(one.dtype)) for name, one in self._module.named_parameters()]
+        planned = steps / settings.every if steps is not None and settings.every else float("inf")
+        self._rounds = BetweenHosts(settings, described, group, planned=planned)
+        self.team = self._rounds.team
+        self.averager_arguments = {"compression": None, "error_feedback": None, "group": self.team}
+
+    def before_step(self) -> None:
+        """Take the anchor before the first step of an optimizer."""
+        self._rounds.start([*self._module.named_parameters()], floating_buffers(self._module))
+
+    def after_step(self) -> None:
+        """Count a step, and exchange what is due; also after one that was skipped, since other hosts have taken it."""
+        self._rounds.after_step()
+
+    def exchange(self) -> None:
+        """Give all ranks the same weights, once all are here."""
+        self.before_step()
+        self._rounds.exchange()
+
+    def finish(self) -> None:
+        """As `exchange`, at the end."""
+        self.before_step()
+        self._rounds.finish()
+
+    def save_into(self, state: dict[str, Any]) -> None:
+        """Add the outer optimizer's state to an optimizer's, behind an exchange."""
+        if saved := self._rounds.saved():
+            state["local_updates"] = saved
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        """Go on from the states of a checkpoint's optimizers, behind which the module's weights were loaded."""
+        if states and "local_updates" in states[0]:
+            named = [*self._module.named_parameters()]
+            self._rounds.resume(states[0]["local_updates"], named, floating_buffers(self._module))
+
+    def close(self) -> None:
+        """End the communication."""
+        self._rounds.close()

@@ -1,0 +1,168 @@
+"""`RingStrategy(sync_every=...)` on ranks that count as several hosts, against `LocalUpdates` in a plain loop."""
+
+import pytest
+
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.lightning import RingStrategy
+from ring_plugins.lightning.local_updates import local_settings
+from tests.launch import run_ranks
+
+SCRIPT = """
+import os
+import sys
+import warnings
+
+import torch
+
+import ring_plugins as ring
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from ring_plugins.lightning import RingStrategy
+from ring_plugins.torch import LocalUpdates, broadcast_parameters
+from tests.worker import report
+
+warnings.simplefilter("ignore")
+RANK, SIZE, HOST = ring.rank(), ring.size(), ring.node_rank()
+OPTIONS = {"every": 3, "outer": (0.9, 0.6), "fragments": 3, "compression": "bf16"}
+
+
+def network():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+
+
+def batch(index, rank):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * index + rank))
+    return x, x.sum(1, keepdim=True)
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.at_validation = network(), []
+
+    def training_step(self, data, index):
+        x, y = data
+        return (self.net(x) - y).square().mean()
+
+    def validation_step(self, data, index):
+        own = torch.cat([one.detach().reshape(-1) for one in self.net.parameters()])
+        others = ring.all_gather_object(own)
+        self.at_validation.append(all(torch.equal(own, other) for other in others))
+        self.log("loss", self.training_step(data, index), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.05)
+
+
+class Batches:
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter([batch(index, RANK) for index in range(self.count)])
+
+
+def fit(count, path, epochs=1, ckpt_path=None, **options):
+    model = Model()
+    keeps = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+    trainer = Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=SIZE, strategy=RingStrategy(**options), callbacks=[keeps],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )
+    trainer.fit(model, Batches(count), Batches(1), ckpt_path=ckpt_path)
+    return model, trainer
+
+
+def weights(module):
+    return torch.cat([one.detach().reshape(-1).float() for one in module.state_dict().values()])
+
+
+def all_equal(tensor):
+    return all(torch.equal(tensor, other) for other in ring.all_gather_object(tensor))
+
+
+path = os.path.join(os.environ["TEST_PATH"], "")
+arguments = {**OPTIONS, "sync_every": OPTIONS["every"]}
+del arguments["every"]
+model, trainer = fit(7, path, epochs=2, **arguments)
+report("equal", all_equal(weights(model.net)))
+report("validated", all(model.at_validation) and len(model.at_validation) > 1)
+
+# The same as a plain loop does.
+plain = network()
+optimizer = LocalUpdates(torch.optim.Adam(plain.parameters(), 0.05), plain, **OPTIONS)
+for epoch in range(2):
+    for index in range(7):
+        x, y = batch(index, RANK)
+        optimizer.zero_grad()
+        (plain(x) - y).square().mean().backward()
+        optimizer.step()
+    optimizer.exchange()
+    optimizer.exchange()  # of the checkpoint
+optimizer.close()
+ours = [one.detach() for one in model.net.parameters()]
+for one, other in zip(ours, plain.parameters(), strict=True):
+    torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)
+report("loop", "ok")
+
+# A checkpoint of the first epoch, and on from there. Adam's moments are those of the rank that saved.
+saved = torch.load(path + "epoch=0.ckpt", weights_only=True)
+report("anchor", bool(torch.equal(saved["optimizer_states"][0]["local_updates"]["anchor"][:80],
+                                  saved["state_dict"]["net.0.weight"].reshape(-1))))
+again, _ = fit(7, path, epochs=2, ckpt_path=path + "epoch=0.ckpt", **arguments)
+report("resumed", all_equal(weights(again.net)) and bool(weights(again.net).isfinite().all()))
+
+# Hosts with different numbers of batches; the ranks of a host may have, too.
+uneven, trainer = fit(5 + 4 * HOST + ring.local_rank(), path + "uneven", sync_every=2)
+report("uneven", all_equal(weights(uneven.net)) and all(uneven.at_validation))
+report("steps", trainer.global_step)
+
+# Nothing but exchanges crosses hosts.
+timed, _ = fit(30, path + "timed", sync_every="0.05s", broadcast_buffers=False)
+report("timed", all_equal(weights(timed.net)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "nodes"), [(4, "2"), (2, "1,1"), (3, "1,2")])
+def test_hosts_exchange_weights(processes, nodes, tmp_path):
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path)}
+    result = run_ranks(SCRIPT, processes, "exported", env=env, timeout=300)
+    for name in ("equal", "validated", "anchor", "resumed", "uneven", "timed"):
+        assert result.values(name) == [True] * processes, name
+    assert result.values("loop") == ["ok"] * processes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sync_every": 0}, "sync_every=0 must be a number of steps from 1, or a time"),
+        ({"sync_every": 8, "fragments": 3}, "fragments=3 must divide sync_every=8"),
+        ({"sync_every": 8, "outer": "adam"}, "outer='adam' must be"),
+        ({"outer": "nesterov"}, r"RingStrategy\(outer='nesterov'\) needs sync_every"),
+        ({"fragments": 2}, r"RingStrategy\(fragments=2\) needs sync_every"),
+        ({"sync_every": 8, "shard_optimizer": True}, "does not work with shard_optimizer=True"),
+    ],
+)
+def test_bad_arguments(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        RingStrategy(**options)
+
+
+def test_settings_know_the_number_of_steps():
+    given = {"sync_every": 10, "outer": (0.7, 0.9), "fragments": 1, "shard_optimizer": False}
+    given |= {"compression": "int8", "error_feedback": None}
+    settings = local_settings(given)
+    assert settings is not None
+    assert (settings.every, settings.compression) == (10, ("int8", True))
+    with pytest.raises(ArgumentError, match="with 5 exchanges"):
+        local_settings(given, steps=50)
+    assert local_settings({**given, "sync_every": None, "outer": "average"}) is None
