@@ -58,6 +58,7 @@ def made(model=None, **options):
         ({"outer": (0.7, 0.9), "steps": 300}, "with 4 exchanges: a momentum of 0.9 needs about 100.*steps 300"),
         ({"steps": 0}, "steps=0 must be"),
         ({"compression": "int4"}, "compression='int4' must be"),
+        ({"compression": "auto"}, 'compression="auto" tries codecs .*: use "int8"'),
         ({"error_feedback": True}, "error_feedback=True needs compression"),
         ({"group": [0]}, "is not a ring_plugins.Group"),
     ],

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ring_plugins.core.arrays.codec import Compression
+from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
 from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError, name_ranks
@@ -116,6 +116,11 @@ class Settings(NamedTuple):
             raise ArgumentError(
                 f"fragments={fragments} must divide {name}={every!r}, since fragments take turns in equal numbers of "
                 f"steps. Take another of the two{', or a number of steps' if seconds else ''}."
+            )
+        if compression is not None and compression.name == AUTO:
+            raise ArgumentError(
+                'compression="auto" tries codecs in the first steps, and exchanges of local updates are too few for '
+                'that: use "int8" up to 1 Gbit/s, "bf16", or None.'
             )
         settings = cls(0 if seconds else int(every), seconds, (lr, momentum), int(fragments), compression)
         if steps is not None and not _is_count(steps):
