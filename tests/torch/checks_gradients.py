@@ -146,9 +146,9 @@ def tuned_buckets_change_between_steps_and_results_do_not() -> None:
 
 @check
 def a_switch_between_overlapped_and_synchronous_changes_no_bit() -> None:
-    from ring_plugins.core.gradients.trials import Overlap
+    from ring_plugins.core.gradients.trials import Choice
 
-    switched = Overlap(False)
+    switched = Choice(False)
     for bucket_bytes in (1, 4096, 25 << 20):
         models = [Net(), Net(), Net()]
         optimizers = [

@@ -119,7 +119,7 @@ def test_gradients_again(turn: str, name: str) -> None:
 
 def test_a_gradient_passes_at_most_twelve_files_in_at_most_seventy_calls(monkeypatch) -> None:
     """A reader follows it from the hook to the optimizer: what an ordinary step need not ask is asked elsewhere."""
-    monkeypatch.setattr(gradients, "has_room_to_overlap", lambda threads: False)
+    monkeypatch.setattr("ring_plugins.torch.bucket_sets.has_room_to_overlap", lambda threads: False)
     package = str(Path(gradients.__file__).parents[1])
 
     def rank_of(rank, communicator):
