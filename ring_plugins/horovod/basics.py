@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ring_plugins as ring
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.arguments import wrong_call
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, MismatchError, MissingDependency
@@ -96,8 +97,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job.
 
     Args:
-        comm: ranks of the launcher, or a communicator of mpi4py, which become a job of their own, numbered in this
-            order. All ranks of the launcher call this, each with its own part.
+        comm: ranks of the launcher, or a communicator of mpi4py, which become a job: see `part.become_part`.
         process_sets: to be added, in a list; "dynamic" has no effect, since sets can always be added.
 
     Raises:
@@ -121,8 +121,7 @@ def size(process_set: Any = None) -> int:
 
 def is_homogeneous() -> bool:
     """Whether every host runs the same number of processes."""
-    topology = current().topology
-    return len(set(current().communicator.all_gather_object(topology.local_size, "is_homogeneous"))) == 1
+    return len(set(current().communicator.all_gather_object(local_size(), "is_homogeneous"))) == 1
 
 
 def _true() -> bool:
@@ -192,8 +191,7 @@ def told(function: Callable[P, T], by_name: bool = False) -> Callable[P, T]:
         function: to wrap.
         by_name: whether operations that have a name are matched by it.
     """
-    names = list(inspect.signature(function).parameters)
-    among_all = all_or_none(function)
+    names, among_all = list(inspect.signature(function).parameters), all_or_none(function)
 
     @wraps(function)
     def telling(*args: P.args, **options: P.kwargs) -> T:
@@ -255,11 +253,16 @@ class FP16Compressor(Compressor):
         return cast_to(tensor, ctx) if _holds_floats(tensor) else tensor
 
 
-class Compression:
-    """How gradients are sent: `Compression.none`, or in 16 bits with `Compression.fp16`."""
+class Int8Compressor(Compressor):
+    """Sends an optimizer's gradients in 8 bits between hosts; single operations send tensors as they are."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
+    codec = "int8"
+
+
+class Compression:
+    """How gradients are sent: as they are (`none`), in 16 bits (`fp16`), or in 8, which Horovod has not (`int8`)."""
+
+    none, fp16, int8 = NoneCompressor, FP16Compressor, Int8Compressor
 
 
 def compressor_of(compression: Any) -> Compressor:
@@ -276,16 +279,16 @@ def compressor_of(compression: Any) -> Compressor:
     )
 
 
-def check_compression(compression: Any) -> Literal["fp16"] | None:
+def check_compression(compression: Any) -> CodecName | None:
     """What an optimizer's `compression` is called here.
 
     Raises:
-        ArgumentError: it is none of Horovod's two: buckets hold many gradients, and are not a script's tensors.
+        ArgumentError: it is none of `Compression`'s: buckets hold many gradients, and are not a script's tensors.
     """
     if "codec" in getattr(compression, "__dict__", ()):  # not that of a base
-        return cast("Literal['fp16'] | None", compression.codec)
+        return cast("CodecName | None", compression.codec)
     raise ArgumentError(
-        f"compression={compression!r:.60} of an optimizer must be hvd.Compression.none or hvd.Compression.fp16. A "
+        f"compression={compression!r:.60} of an optimizer must be hvd.Compression.none, .fp16 or .int8. A "
         "compressor of your own works in hvd.allreduce(tensor, compression=...) and hvd.reducescatter."
     )
 

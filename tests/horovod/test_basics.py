@@ -29,7 +29,7 @@ def test_the_older_and_the_newer_argument_name_one_reduction(average, op, found)
         (lambda: basics.gradient_factor(Sum, 2.0, 2), "leave it out with op=hvd.Sum"),
         (lambda: basics.compressor_of("bf16"), "or a class with their methods"),
         (lambda: basics.gradient_factor(Average, 0.0, 2), "is not a positive number"),
-        (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none or hvd.Compression.fp16"),
+        (lambda: basics.check_compression("bf16"), "must be hvd.Compression.none, .fp16 or .int8"),
     ],
 )
 def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
@@ -40,6 +40,7 @@ def test_what_does_not_exist_here_is_rejected_with_the_remedy(call, said):
 def test_what_exists_is_passed_on():
     assert basics.check_compression(Compression.none) is None
     assert basics.check_compression(Compression.fp16) == "fp16"
+    assert basics.check_compression(Compression.int8) == "int8"
     assert [basics.gradient_factor(op, 1.0, 3) for op in (Average, Sum)] == [1, 3]
     assert [basics.gloo_built(), basics.ddl_built()] == [True, False]
 

@@ -55,6 +55,8 @@ from ring_plugins.core.net.auth import Disconnected
 
 #: How the names of communicators begin that the public functions use.
 OF_FUNCTIONS = ("ring", "group of ")
+#: That of what ranks match by names.
+OF_NAMES = "named operations"
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
@@ -173,7 +175,9 @@ class FailureDetector:
                     )
                 batches = "the ranks took different numbers of steps: give every rank the same number of batches."
                 likely = f"Usually {batches}"
-                if communicator.startswith(OF_FUNCTIONS):  # a call of the script's own
+                if communicator.startswith(OF_NAMES):
+                    likely = f"Rank {rank} has called nothing of this name: all ranks must, by equal names."
+                elif communicator.startswith(OF_FUNCTIONS):  # a call of the script's own
                     whose = "All ranks" if communicator.startswith(OF_FUNCTIONS[0]) else "All members of the group"
                     likely = (
                         f"Does rank {rank} make this call at all? {whose} must: it must not stand under a condition "

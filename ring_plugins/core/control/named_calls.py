@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.failure_detector import OF_NAMES, FailureDetector
 from ring_plugins.core.control.meetings import over_rank_0
 from ring_plugins.core.control.wait import Wait
 
@@ -125,7 +125,7 @@ class NamedCalls:
             DeadlockError: one of them waits for this one elsewhere.
         """
         own = self._channel.rank
-        Wait(f"named operations, {what}", self._failure_detector).until(
+        Wait(f"{OF_NAMES}, {what}", self._failure_detector).until(
             ready,
             over_rank_0(
                 self._channel,

@@ -73,7 +73,10 @@ def run(
     if use_gloo and use_mpi:
         raise ArgumentError("use_gloo=True and use_mpi=True contradict each other; pass neither: ranks need no MPI.")
     rejected: dict[str, tuple[Any, str]] = {
-        "host_discovery_script": (host_discovery_script, "start the script with `ring run --host-discovery-script`"),
+        "host_discovery_script": (
+            host_discovery_script,
+            "name the hosts of now in hosts=; to a script under `ring run`, `ring add-ranks N --host HOST` adds others",
+        ),
         "ssh_port": (ssh_port, "write `Port` for these hosts into ~/.ssh/config"),
         "ssh_identity_file": (ssh_identity_file, "write `IdentityFile` for these hosts into ~/.ssh/config"),
         "executable": (None if executable == sys.executable else executable, "call run() from that Python"),

@@ -84,6 +84,6 @@ def test_a_rank_that_has_joined_counts_as_one_that_calls_until_all_have():
 def test_ranks_that_cannot_reach_rank_0_do_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(meetings, "REASON", 0.05)
     alive = SimpleNamespace(check=lambda *_: None, mesh=None, aborted=False)
-    channel = SimpleNamespace(rank=1, on=lambda *_, **__: None, reaches=lambda rank: False)
+    channel = SimpleNamespace(rank=1, on=lambda *_, **__: None, reaches=lambda rank: False, is_abandoned=False)
     with pytest.raises(PeerLeft, match="rank 1 cannot begin allreduce: ranks meet over rank 0, which has left the job"):
         NamedCalls(channel, alive).wait(lambda: False, lambda: (1, 2), "allreduce")
