@@ -79,6 +79,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     _timeout: timedelta | None
     _shard: Shard
     _num_nodes = 1
+    _device: torch.device | None = None
     _is_catching_up = False
 
     def _construct(self, arguments: Mapping[str, Any]) -> None:
@@ -144,6 +145,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
     @property
     @override
     def root_device(self) -> torch.device:
+        if self._device is not None:  # ranks that are renumbered after a loss stay on their GPUs
+            return self._device
         devices = self.parallel_devices
         if not devices or devices[0].type == "cpu":
             return torch.device("cpu")
@@ -273,6 +276,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         if not environment.creates_processes_externally and self.world_size > 1:
             environment.become_worker()
         own_world = join_world(environment)
+        self._device = self.root_device
         if self.world_size == 1:
             return
         if self.root_device.type not in ("cpu", "cuda"):

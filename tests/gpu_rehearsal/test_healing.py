@@ -26,3 +26,12 @@ def test_a_process_takes_the_place_of_a_killed_rank_on_its_gpu(rehearse):
     assert sorted(result.values("is new")) == [False, True], result
     assert result.values("size") == [2, 2] and result.values("finite") == [True, True]
     assert result.values("unlike rank 0") == [0, 0] and min(result.values("taken")) >= 5
+
+
+@pytest.mark.parametrize("program", ["lightning_heals", "keras_heals"])
+def test_a_fit_goes_on_with_each_rank_on_its_gpu(rehearse, program):
+    result = rehearse(program, "forward", ranks=3, check=False)
+    assert result.values("size") == [2, 2] and result.values("finite") == [True, True], result
+    assert result.values("unlike rank 0") == [0, 0]
+    devices = ["cuda:0", "cuda:2"] if program == "lightning_heals" else ["cuda", "cuda"]
+    assert result.values("device") == devices and min(result.values("launches") or [1])
