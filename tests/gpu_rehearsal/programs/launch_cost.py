@@ -8,7 +8,6 @@ group of a nonblocking communicator, which NCCL_COMM_BLOCKING=0 makes. RING_SIMU
 take 40 µs.
 """
 
-import contextlib
 import ctypes
 import os
 import statistics
@@ -20,30 +19,10 @@ from ring_plugins.core import world
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.gpu import load_driver, load_nccl
+from tests.gpu_rehearsal.programs.bare_streams import Streams
 from tests.worker import report
 
 LAUNCHES, ROUNDS = 200, int(os.environ.get("TEST_ROUNDS", "5"))
-
-
-class Streams:
-    """The streams of a framework, reduced to what an all-reduce needs."""
-
-    def __init__(self, caller: int) -> None:
-        self._caller, self._local = caller, threading.local()
-
-    def current(self) -> int:
-        return getattr(self._local, "now", self._caller)
-
-    @contextlib.contextmanager
-    def using(self, stream: int):
-        before, self._local.now = self.current(), stream
-        try:
-            yield
-        finally:
-            self._local.now = before
-
-    def scale(self, memory: DeviceMemory, factor: float) -> None:
-        raise NotImplementedError
 
 
 ring.init(ranks=int(os.environ.get("TEST_RANKS", "2")))
