@@ -22,6 +22,7 @@ from ring_plugins.keras.joining import TrainingState
 from ring_plugins.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ring_plugins.keras.metrics import MetricAverageCallback
 from ring_plugins.keras.observe import BalanceMonitor, TimelineCallback
+from ring_plugins.keras.predict import predict
 from ring_plugins.keras.shard import shard
 from ring_plugins.keras.writers import BestModelCheckpoint
 
@@ -38,6 +39,7 @@ __all__ = [
     "TrainingState",
     "broadcast_variables",
     "communication_of",
+    "predict",
     "shard",
     "synchronize_batch_norm",
     "undistribute",

@@ -29,7 +29,8 @@ from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.metric_trials import Trial, copied
 from ring_plugins.keras.patches import Patch, replaced
-from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, expect_broadcast, group_of
+from ring_plugins.keras.running_fit import argument_of, argument_of_fit, call_when_over, expect_broadcast, group_of
+from ring_plugins.keras.shard import is_empty
 from ring_plugins.keras.state import value_of
 from ring_plugins.keras.synchronized_fit import fits_of
 from ring_plugins.keras.validation import check_equal
@@ -71,7 +72,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.averaged = tuple(averaged)
         self._warned, self._known = set[str](), set[str]()
         self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
-        self._depth = 0
+        self._depth, self._counts = 0, True
         self._communicator: Communicator | None = None
         self._over: weakref.finalize[..., Any] | None = None
 
@@ -164,6 +165,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 "instead, which may differ from the result of all data.",
                 stacklevel=2,
             )
+        self._counts = not is_empty(argument_of("evaluate", "x"))
         begins = {id(metric): trial.begin(metric in starting_alike) for metric, trial in self._trials.items()}
         summed = [metric for metric in metrics if metric not in averaged]
         with contextlib.ExitStack() as stack:
@@ -171,7 +173,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 own = metric.result
                 average = lambda own=own: keras.tree.map_structure(self._mean, own())  # noqa: E731
                 stack.enter_context(replaced(metric, result=average))
-            stack.enter_context(_summed(summed, begins, self._communicator))
+            stack.enter_context(_summed(summed, begins, self._communicator, self._counts))
             result = read(logs)
             if result is not logs:  # results may be variables, or share their memory, which soon have own values again
                 return keras.tree.map_structure(copied, result)
@@ -203,19 +205,24 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return value
         if array.ndim and len(set(self._communicator.all_gather_object(array.shape, "shapes of metrics"))) > 1:
             return value
+        numbers = np.append(numbers, 1.0) * self._counts
         with purpose("average of metrics"):
-            self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.AVERAGE)
+            self._communicator.all_reduce(HostMemory(numbers, "float64"), Op.SUM)
+        numbers = numbers[:-1] / numbers[-1]
         return float(numbers[0]) if array.size == 1 else numbers.reshape(array.shape)
 
 
 @contextlib.contextmanager
-def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Communicator) -> Iterator[None]:
+def _summed(
+    metrics: list[Any], begins: dict[int, list[Array]], communicator: Communicator, counts: bool
+) -> Iterator[None]:
     """Set metrics to the sum of all ranks' states inside this block. Collective.
 
     Args:
         metrics: whose states are sums.
         begins: by the id of a metric, the state with which each rank begins to add, if that is not zero.
         communicator: of all ranks.
+        counts: whether what this rank has added is to count.
     """
     variables = [variable for metric in metrics for variable in metric.variables]
     first = [begins.get(id(metric)) or [np.zeros(())] * len(metric.variables) for metric in metrics]
@@ -226,7 +233,7 @@ def _summed(metrics: list[Any], begins: dict[int, list[Array]], communicator: Co
             ranks = communicator.ranks
             for variable, value, begin in zip(variables, own, itertools.chain(*first), strict=True):
                 kind = np.float64 if value.dtype.kind not in "iu" else np.int64
-                total = (value.astype(kind) - begin.astype(kind)).reshape(-1)
+                total = ((value.astype(kind) - begin.astype(kind)) * counts).reshape(-1)
                 with purpose("sum of metrics"):
                     communicator.all_reduce(HostMemory(total, total.dtype.name), Op.SUM)
                 variable.assign((total.reshape(value.shape) + begin.astype(kind)).astype(value.dtype))

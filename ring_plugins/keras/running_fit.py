@@ -58,10 +58,10 @@ def enclosing_list(callback: Any) -> Any | None:
     return None
 
 
-def _fit_above(frame: FrameType | None) -> FrameType | None:
-    # Keras 3.15.1, backend/*/trainer.py: the variables of `fit`.
+def _fit_above(frame: FrameType | None, method: str = "fit") -> FrameType | None:
+    # Keras 3.15.1, backend/*/trainer.py: the variables of `fit` and `evaluate`.
     while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("callbacks"), keras.callbacks.CallbackList):
+        if frame.f_code.co_name == method and isinstance(frame.f_locals.get("callbacks"), keras.callbacks.CallbackList):
             return frame if isinstance(frame.f_locals.get("self"), keras.Model) else None
         frame = frame.f_back
     return None
@@ -69,7 +69,12 @@ def _fit_above(frame: FrameType | None) -> FrameType | None:
 
 def argument_of_fit(name: str) -> Any:
     """What the script passed to the `fit` that is calling a callback, None if no `fit` is."""
-    frame = _fit_above(sys._getframe(1))
+    return argument_of("fit", name)
+
+
+def argument_of(method: str, name: str) -> Any:
+    """What was passed to the innermost `fit` or `evaluate` of this name that is running, None if there is none."""
+    frame = _fit_above(sys._getframe(1), method)
     return None if frame is None else frame.f_locals.get(name)
 
 

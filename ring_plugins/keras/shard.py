@@ -12,7 +12,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import FrameType
 from typing import Any, Literal
 
@@ -30,6 +30,10 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Attribute of every tf.data.Dataset that `shard_dataset` has returned.
 _MARK = "_ring_is_divided"
+#: Attribute of one from which this rank gets nothing.
+_EMPTY = "_ring_is_empty"
+#: Generators from which this rank got nothing.
+_empty: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Highest epoch of data that has not been trained on: before the first epoch `fit` resets the iterator once, which
 #: counts.
 _NEW = 1
@@ -75,8 +79,9 @@ def shard(
         seed: seed of the shuffling.
         remainder: treatment of samples (or batches) that do not fill a step of every rank. "drop" omits them, different
             ones in each epoch if shuffled; "pad" adds the first ones of the epoch; "keep" uses them, so that ranks may
-            differ in the size of the last batch or in the number of steps. "keep" is for `evaluate` (still exact with a
-            `MetricAverageCallback`), and only for arrays, tf.data and DataLoaders.
+            differ in the size of the last batch or in the number of steps: `fit` goes on to the end of the longest, and
+            `evaluate` is exact with a `MetricAverageCallback`. With "keep", a rank for which there is nothing gets what
+            is first, which counts neither in `fit` nor in `evaluate`.
         group: the ranks among which `data` is divided, all by default. Each group has all of its data.
 
     Raises:
@@ -93,11 +98,13 @@ def shard(
     ranks = members(group).communicator
     rank, size = connect().shard if group is None else (ranks.rank, ranks.size)
     if isinstance(data, keras.utils.PyDataset):
-        _reject_if(remainder == "keep", remainder, "a PyDataset")
-        return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder == "pad")
+        return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder)
     if _is_from(data, "tensorflow", "DatasetV2"):
         _reject_if(remainder == "pad", remainder, "a tf.data.Dataset")
         divided = shard_dataset(data, ranks, rank, size, shuffle, seed, remainder)
+        if remainder == "keep" and not any(True for _ in divided.take(1)):
+            divided = data.take(1)
+            setattr(divided, _EMPTY, True)
         setattr(divided, _MARK, True)
         return divided
     if _is_from(data, "torch", "DataLoader"):
@@ -112,8 +119,8 @@ def shard(
             "convert Python lists and numbers with numpy.asarray, and pass a list of batches as iter(batches)."
         )
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | set | frozenset):
-        _reject_if(remainder != "drop" or bool(shuffle), remainder, "a stream, and neither is shuffle")
-        return shard_iterable(data, rank, size)
+        _reject_if(remainder == "pad" or bool(shuffle), remainder, "a stream, and neither is shuffle")
+        return _stream(data, rank, size, remainder == "keep")
     raise ArgumentError(
         f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a "
         "DataLoader or an iterable of batches."
@@ -131,11 +138,21 @@ def _reject_divided(data: Any) -> None:
         )
 
 
-def _holds_mark(data: Any) -> bool:
-    """Whether this tf.data.Dataset was made from one that `shard_dataset` has divided."""
+def _holds_mark(data: Any, mark: str = _MARK) -> bool:
+    """Whether this tf.data.Dataset was made from one with a mark."""
     if not _is_from(data, "tensorflow", "DatasetV2"):
         return False
-    return hasattr(data, _MARK) or any(map(_holds_mark, data._inputs()))
+    return hasattr(data, mark) or any(_holds_mark(part, mark) for part in data._inputs())
+
+
+def is_empty(data: Any) -> bool:
+    """Whether there was nothing for this rank in what `shard` has divided, so that what it reads is not to count."""
+    order = _order_of(data)
+    return (
+        (order is not None and order.is_empty)
+        or _holds_mark(data, _EMPTY)
+        or (inspect.isgenerator(data) and data in _empty)
+    )
 
 
 def continue_at(epoch: int, data: Any) -> None:
@@ -257,7 +274,7 @@ class Order:
             raise ArgumentError(f"batch_size={per_rank!r} is not a positive number.")
         together = per_rank * size
         self.steps = count // together if remainder == "drop" else -(-count // together)
-        if self.steps == 0 or (remainder == "keep" and count < size):
+        if self.steps == 0:
             raise ArgumentError(
                 f"data has {count} elements, too few for {size} ranks that take {per_rank} each in a step; use a "
                 'smaller batch_size, or remainder="pad".'
@@ -320,16 +337,28 @@ class Order:
         """This rank's items of a step."""
         together = self._per_rank * self._size
         all_ranks = self._order[number * together : (number + 1) * together]
+        if self.is_empty:
+            return all_ranks[:1]
         if len(all_ranks) == together:
             return all_ranks[self._rank * self._per_rank : (self._rank + 1) * self._per_rank]
         return np.array_split(all_ranks, self._size)[self._rank]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for this rank, which then takes the first item."""
+        return self._remainder == "keep" and self._count <= self._rank
+
+    @property
+    def own_steps(self) -> int:
+        """Steps in which this rank takes something."""
+        return self.steps - (len(self.step(self.steps - 1)) == 0)
+
     def __iter__(self) -> Iterator[int]:
-        for number in range(self.steps):
+        for number in range(self.own_steps):
             yield from self.step(number).tolist()
 
     def __len__(self) -> int:
-        return sum(len(self.step(number)) for number in range(self.steps))
+        return sum(len(self.step(number)) for number in range(self.own_steps))
 
 
 class ShardedArrays(keras.utils.PyDataset):
@@ -345,12 +374,9 @@ class ShardedArrays(keras.utils.PyDataset):
             raise ArgumentError(f"data has arrays of different lengths {sorted(lengths)}; they must be equal.")
         self._arrays = arrays
         self._order = Order(lengths.pop(), batch_size, rank, size, shuffle, seed, remainder)
-        # If the last step has fewer samples than ranks, ranks without a sample have one step fewer.
-        steps = self._order.steps
-        self._steps = steps - (len(self._order.step(steps - 1)) == 0)
 
     def __len__(self) -> int:
-        return self._steps
+        return self._order.own_steps
 
     def __getitem__(self, index: int) -> Any:
         indices = self._order.step(index)
@@ -364,7 +390,7 @@ class ShardedArrays(keras.utils.PyDataset):
 class ShardedBatches(keras.utils.PyDataset):
     """This rank's batches of another PyDataset."""
 
-    def __init__(self, dataset: Any, rank: int, size: int, shuffle: bool, seed: int, pad: bool) -> None:
+    def __init__(self, dataset: Any, rank: int, size: int, shuffle: bool, seed: int, remainder: str) -> None:
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         count = dataset.num_batches if isinstance(dataset, Sized) or hasattr(dataset, "num_batches") else None
         if count is None:
@@ -372,10 +398,10 @@ class ShardedBatches(keras.utils.PyDataset):
                 "data is a PyDataset without a length; define __len__, or pass its batches as a generator."
             )
         self._dataset = dataset
-        self._order = Order(count, 1, rank, size, shuffle, seed, "pad" if pad else "drop")
+        self._order = Order(count, 1, rank, size, shuffle, seed, remainder)
 
     def __len__(self) -> int:
-        return self._order.steps
+        return self._order.own_steps
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[int(self._order.step(index)[0])]
@@ -393,11 +419,11 @@ def shard_data_loader(loader: Any, rank: int, size: int, shuffle: bool | int | N
     try:
         count = len(loader.dataset)
     except TypeError:
-        if remainder != "drop" or shuffle:
+        if remainder == "pad" or shuffle:
             raise ArgumentError(
                 "a DataLoader of an iterable dataset can be neither padded nor shuffled here."
             ) from None
-        return shard_iterable(loader, rank, size)
+        return _stream(loader, rank, size, remainder == "keep")
     if loader.batch_size is None:
         raise ArgumentError("a DataLoader with a batch_sampler cannot be divided; give it batch_size instead.")
     if shuffle is None:
@@ -418,16 +444,32 @@ class _EpochOrder(Order):
         return super().__iter__()
 
 
-def shard_iterable(items: Iterable[Any], rank: int, size: int) -> Iterator[Any]:
-    """Yield every size-th item, from complete rounds only."""
-    position, own = 0, None
+def _stream(items: Iterable[Any], rank: int, size: int, keeps: bool) -> Iterator[Any]:
+    """A generator that can say that it `is_empty`."""
+    nothing: list[Any] = []
+    found = shard_iterable(items, rank, size, keeps, lambda: _empty.add(nothing[0]()))
+    nothing.append(weakref.ref(found))
+    return found
+
+
+def shard_iterable(
+    items: Iterable[Any], rank: int, size: int, keeps: bool, say_empty: Callable[[], None]
+) -> Iterator[Any]:
+    """Yield every size-th item, from complete rounds only or, with `keeps`, from all; the first if there is none."""
+    position, own, first, has_own = 0, None, list[Any](), False
     for item in items:
+        if not first:
+            first.append(item)
         if position == rank:
-            own = item
-        position += 1
-        if position == size:
+            own, has_own, first[0] = item, True, None
+            if keeps:
+                yield own
+        position = (position + 1) % size
+        if position == 0 and not keeps:
             yield own
-            position = 0
+    if keeps and first and not has_own:
+        say_empty()
+        yield first[0]
 
 
 def shard_dataset(

@@ -36,7 +36,9 @@ def test_batches_and_generators_are_divided(seen):
     assert first["dataset"][0] != first["dataset"][1]
     assert (first["padded"], second["padded"]) == ([0, 2, 4, 6], [1, 3, 5, 0])
     assert (first["generator"], second["generator"]) == ([0, 2, 4], [1, 3, 5])
-    for what, word in (("keep", "remainder='keep'"), ("few", "3 elements"), ("lengths", "[8, 9]")):
+    assert (first["kept"], second["kept"]) == ([0, 2, 4, 6], [1, 3, 5])
+    assert (first["kept of a generator"], second["kept of a generator"]) == ([0, 2, 4, 6], [1, 3, 5])
+    for what, word in (("pad", "remainder='pad'"), ("few", "3 elements"), ("lengths", "[8, 9]")):
         assert first[what].startswith("ArgumentError") and word in first[what]
 
 

@@ -52,11 +52,14 @@ def sharded_streams() -> Any:
         epochs.append([data[i] for i in range(len(data))])
         data.on_epoch_end()
     padded = shard(Batches(), remainder="pad", shuffle=False)
+    whole = shard(Batches(), remainder="keep", shuffle=False)
     return {
         "dataset": epochs,
         "padded": [padded[i] for i in range(len(padded))],
         "generator": list(shard(i for i in range(7))),
-        "keep": error_of(lambda: shard(Batches(), remainder="keep")),
+        "pad": error_of(lambda: shard((i for i in range(7)), remainder="pad")),
+        "kept": [whole[i] for i in range(len(whole))],
+        "kept of a generator": list(shard((i for i in range(7)), remainder="keep")),
         "few": error_of(lambda: shard(np.zeros((3, 1)), batch_size=4)),
         "lengths": error_of(lambda: shard((np.zeros(8), np.zeros(9)), batch_size=1)),
     }
