@@ -38,7 +38,7 @@ from ring_plugins.core.gradients.fusion import FIRST_BUCKET_BYTES, MIB, BucketSi
 from ring_plugins.core.gradients.trials import chosen_overlap
 from ring_plugins.core.groups import Group
 from ring_plugins.core.world import announce_training, current
-from ring_plugins.keras.backends import Exchange, Settings, Statistics, backend
+from ring_plugins.keras.backends import BatchShare, Exchange, Settings, Statistics, backend
 from ring_plugins.keras.buckets import call_weakly
 from ring_plugins.keras.consistency import (
     KerasChecks,
@@ -151,6 +151,7 @@ class GradientAveraging:
         checks: what passes compare among the ranks.
         starts_equal: whether the ranks' weights are known to have been equal, so that parts of them fit together.
         sharded: divides the optimizer among the ranks; None if each has all of it.
+        share: how much the batch of a step counts, in a `fit` that weighs them (`uneven.py`).
         ranks: the communicator of those that average, which others use too.
     """
 
@@ -187,6 +188,7 @@ class GradientAveraging:
         self._variables: list[Any] = []
         self._indices: dict[int, int] = {}  # id of a variable -> its index
         self._dtypes: dict[int, Any] = {}  # index of a variable -> the dtype of its gradient
+        self.share: BatchShare | None = None
         self._patch: Patch | None = None
         self._is_averaged = False  # while `stateless_apply` calls `apply`
         self.sharded = sharded(optimizer, shard_optimizer, group)
@@ -349,7 +351,7 @@ class GradientAveraging:
             if self.accumulation_steps > 1:
                 averages = self._average_sums(present, rate)
             else:
-                averages = self.exchange.average(present, rate)
+                averages = self.exchange.average(present, rate, self.share)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
     def _checksums(self) -> tuple[list[str], list[int]]:

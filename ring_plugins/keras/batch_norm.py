@@ -11,9 +11,10 @@ The layers' own `synchronized=True` does this on TensorFlow only, and only under
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -138,6 +139,27 @@ class SynchronizedBatchNorm:
             self._communicator = None
 
 
+class _Counted:
+    """By what numbers of values are multiplied in what is traced, or runs eagerly, now."""
+
+    factor = 1
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Let batches count nothing in the moments of all ranks' batches that are computed, or traced, in this block."""
+    _Counted.factor = 0
+    try:
+        yield
+    finally:
+        _Counted.factor = 1
+
+
+def synchronizes(layer: Any) -> bool:
+    """Whether a layer's moments are those of all ranks' batches."""
+    return isinstance(layer, SyncBatchNormalization) or SynchronizedBatchNorm._METHOD in vars(layer)
+
+
 def _combined_moments(
     layer: Any, own_moments: Callable[..., Any], moments: BatchMoments, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
@@ -145,6 +167,7 @@ def _combined_moments(
     with replaced(layer, synchronized=False):
         mean, variance = own_moments(inputs, mask)
     count = ops.size(inputs) / inputs.shape[layer.axis] if mask is None else ops.sum(ops.cast(mask, "float32"))
+    count = count * _Counted.factor if _Counted.factor != 1 else count
     own = ops.stack([mean, variance])
     combined = backend().host_call_with_gradient(moments.combine, moments.gradient, own, ops.cast(count, own.dtype))
     return combined[0], combined[1]

@@ -87,6 +87,9 @@ class BroadcastCallback(keras.callbacks.Callback):
             ranks' optimizers have none until the next `fit`; see docs/sharded_optimizer.md.
         drift_check_every: batches after which the trainable weights of all ranks are compared; 0 for never,
             RING_DRIFT_CHECK by default.
+        uneven: what happens if ranks have different numbers of batches. "join" trains to the end of the longest: a rank
+            that has run out takes part with nothing, and averages are those of the samples that came. "error" raises a
+            `MismatchError`.
         group: the ranks that train together, all by default. Others train something else, or pass a group of their own;
             each group writes its own files, so give these paths of their own.
 
@@ -114,11 +117,14 @@ class BroadcastCallback(keras.callbacks.Callback):
         overlap: bool | Literal["auto"] = "auto",
         shard_optimizer: bool = False,
         drift_check_every: int | None = None,
+        uneven: Literal["join", "error"] = "join",
         group: Group | None = None,
     ) -> None:
         super().__init__()
         if moving_statistics not in ("average", "local"):
             raise ArgumentError(f'moving_statistics={moving_statistics!r} must be "average" or "local".')
+        if uneven not in ("join", "error"):
+            raise ArgumentError(f'uneven={uneven!r} must be "join" or "error".')
         if shard_optimizer and not average_gradients:
             raise ArgumentError("shard_optimizer=True needs average_gradients=True: parts of equal models are updated.")
         chosen_overlap(overlap)  # these raise now rather than in fit
@@ -133,7 +139,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.overlap: Wanted = overlap
         self.shard_optimizer = shard_optimizer
         self.drift_check_every = chosen_interval(drift_check_every)
-        self.group = group
+        self.group, self.uneven = group, uneven
         self._first = _First(self)
         self._saves_weights = False
         self._writers: list[HeldWriter] = []

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ring_plugins.core.arrays.arithmetic import narrow, widen
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.arrays.memory import HostMemory
@@ -30,6 +31,8 @@ T = TypeVar("T")
 #: The bits of 1.0; numpy stores bfloat16 as uint16.
 _ONE_BFLOAT16 = 0x3F80
 _NOTHING = np.empty(0)
+#: Bits of the number of a batch's samples.
+_SAMPLE_BITS = 16
 
 
 class HostBuckets:
@@ -55,6 +58,8 @@ class HostBuckets:
 
     Attributes:
         checks: as given.
+        counted: samples of this rank that count in the pass, and those of a full batch; None if ranks weigh alike. They
+            must be integers below 65536: their bits travel, which 16-bit floats can tell, too.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -72,7 +77,7 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, sizes, COUNT)  # the control numbers: see `observe.consistency`
+        self.plan = FusionPlan(entries, sizes, COUNT + _SAMPLE_BITS)  # see `observe.consistency`
         self.plan.check_equal(communicator)
         self.checks = checks or KerasChecks()
         self._buffer = FusionBuffer(self.plan, communicator)
@@ -84,6 +89,8 @@ class HostBuckets:
         rounding = choose_compression(compression, node_rank(), communicator)
         self.reducer = GradientReducer(self._buffer, communicator, compression=rounding, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
+        self.counted: tuple[int, int] | None = None
+        self._factor = 1.0
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry: a part of a bucket, or for a large gradient memory that is set in each pass.
@@ -102,6 +109,17 @@ class HostBuckets:
         last = self.plan.buckets[-1]
         start = last.flags + len(last.entries)
         self._control: Array = self._buffer.memories[-1].array[start : start + COUNT]
+        self._samples: Array = self._buffer.memories[-1].array[start + COUNT : start + COUNT + _SAMPLE_BITS]
+
+    def take(self, rate: float | None, samples: int, full: int) -> None:
+        """Note before a pass its learning rate, to be compared, and which part of a full batch counts."""
+        if rate is not None:
+            self.checks.rates.take(rate)
+        self.counted = (samples, full) if full else None
+
+    def factor(self) -> float:
+        """By which averages of the ranks were multiplied in the last pass, to be those of the samples that came."""
+        return self._factor
 
     def give(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Add gradients that are complete.
@@ -149,8 +167,27 @@ class HostBuckets:
             check_equal_after_losses(
                 lambda: (names, [checksum(average) for average in self._averages]), self._communicator
             )
+        self._weigh()
         averages = self._averages if self._in_place else self._handed_out()
         return {i: averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
+
+    def _weigh(self) -> None:
+        """Turn averages over all ranks into those over the samples that came."""
+        self._factor = 1.0
+        if self.counted is None:
+            return
+        size, full = self._communicator.size, self.counted[1]
+        shares = self._samples if self._samples.dtype != np.uint16 else _widened(self._samples)
+        came = sum(round(float(share) * size) << bit for bit, share in enumerate(shares))
+        if came in (0, size * full):  # none came if those have been lost that had more batches
+            return
+        self._factor = size * full / came
+        for average in self._averages:
+            if average.dtype == np.uint16:
+                values = _widened(average)
+                narrow(values * np.float32(self._factor), average, "bfloat16")
+            else:
+                np.multiply(average, average.dtype.type(self._factor), out=average)
 
     def _handed_out(self) -> list[Array]:
         """The averages of this pass, in memory that belongs to whoever gets them."""
@@ -179,6 +216,9 @@ class HostBuckets:
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         if bucket.index == len(self.plan.buckets) - 1:
             np.multiply(bits_of(self.checks.number()), one, out=self._control, casting="unsafe")
+            counted = 0 if self.counted is None else self.counted[0]
+            for bit in range(_SAMPLE_BITS):
+                self._samples[bit] = one if counted >> bit & 1 else 0
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)
@@ -232,6 +272,12 @@ def call_weakly(method: Callable[..., T]) -> Callable[..., T]:
         return found(*args)
 
     return call
+
+
+def _widened(half: Array) -> Array:
+    values = np.empty(half.shape, np.float32)
+    widen(half, values, "bfloat16")
+    return values
 
 
 def unequal_gradients(is_here: bool, name: str) -> MismatchError:

@@ -40,6 +40,7 @@ from ring_plugins.keras.state import (
     optimizers_of,
     weight_checksums,
 )
+from ring_plugins.keras.uneven import UnevenData
 from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
 from ring_plugins.observe.consistency import check_equal_after_losses, is_check_wanted, is_compared_after
@@ -72,6 +73,7 @@ class SynchronizedFit:
         self._model = callback._model
         self._installed: list[GradientAveraging] = []
         self._batch_norm: SynchronizedBatchNorm | None = None
+        self._uneven: UnevenData | None = None
         self._passes_before = self._steps_until_check = 0
         self._steps = 0  # since the ranks last changed
         self._has_begun = self._is_synchronized = False
@@ -106,11 +108,13 @@ class SynchronizedFit:
         _running.add(self)
         check_other_parallelism(model)
         # A rank with more steps would wait forever for the gradients of ranks that have finished.
-        data = "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch."
-        epochs = "Pass the same epochs to fit() on all ranks."
-        for key, what, remedy in (("steps", "steps per epoch", data), ("epochs", "epochs", epochs)):
-            problem = f"ranks would take different numbers of {what}"
-            check_equal((self._callback.params or {}).get(key), self._communicator, problem, remedy)
+        self._uneven = UnevenData(self._callback, self._communicator, self._why_even())
+        check_equal(
+            (self._callback.params or {}).get("epochs"),
+            self._communicator,
+            "ranks would take different numbers of epochs",
+            "Pass the same epochs to fit() on all ranks.",
+        )
         # If the root restored a backup, all ranks continue from there.
         model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
         # A script may give the callback that saves to one rank only.
@@ -133,6 +137,23 @@ class SynchronizedFit:
             )
         if world.is_joining:
             self._join()
+
+    def _why_even(self) -> str:
+        """Why all ranks must have equally many batches; "" if they need not."""
+        if self._callback.uneven == "error":
+            return 'uneven="error" was passed to BroadcastCallback'
+        if not self._callback.average_gradients:
+            return "average_gradients=False leaves each rank to itself"
+        if current().replaces:
+            return 'with on_failure="replace" a process may join, which does not know how many the others have'
+        if any(int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(self._model)):
+            return "an optimizer with gradient_accumulation_steps updates after the same number of batches on all ranks"
+        if self._model.steps_per_execution > 1:
+            return "steps_per_execution is above 1"
+        switch = backend().nccl
+        if switch is not None and switch.get() and backend().has_gpus():
+            return f"{switch.name}=1 averages on GPUs"
+        return ""
 
     def _initial_epoch(self) -> Any:
         """The root's first epoch, on all ranks."""
@@ -167,7 +188,10 @@ class SynchronizedFit:
                 averaging.prepare(averaging.variables)
         self._batch_norm = SynchronizedBatchNorm(model, options.synchronized_batch_norm, options.group)
         self._batch_norm.install()
+        assert self._uneven is not None
+        self._uneven.install(active)
         make_train_function(model)
+        model.train_function = self._uneven.stepping(model.train_function)
         self._stop.watch_steps(model)
         self._passes_before = self._passes()
         self._steps_until_check = max((averaging.accumulation_steps for averaging in active), default=1)
@@ -287,7 +311,10 @@ class SynchronizedFit:
             look("after the first step", warns=True)
         elif not every and is_compared_after(updates) and is_compared:
             look(f"after step {batch + 1} of epoch {epoch + 1}")
-        self._after_exchange(self._stop.after_step(self._model, batch))
+        assert self._uneven is not None
+        wants_change = self._stop.after_step(self._model, batch, self._uneven.has_more)
+        self._uneven.others_have = self._stop.others_have_more
+        self._after_exchange(wants_change)
 
     def synchronize_state(self) -> None:
         """Average moving statistics and accumulators, once per epoch, before validation and saving."""
@@ -381,6 +408,8 @@ class SynchronizedFit:
             self._finalizer.detach()
         _running.discard(self)
         self._model.train_function = None  # traced with the averaging
+        if self._uneven is not None:
+            self._uneven.remove(averagings_of(self._model))
         for averaging in averagings_of(self._model):
             averaging.checks.reads_in_pass = True
             if averaging.sharded is not None:

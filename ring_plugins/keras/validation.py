@@ -70,7 +70,7 @@ def check_equal(value: Any, communicator: Communicator[Any], problem: str, remed
 class SynchronizedStop:
     """Stops all ranks after the same step, and detects epochs of different lengths.
 
-    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 56 bytes.
+    After every step and every epoch the ranks exchange whether any of them wants to stop, in a reduction of 64 bytes.
     It also tells whether a rank is to leave, or others wait to join, and compares the checks of `fit`. It costs little,
     because the averaging has just synchronized the ranks.
 
@@ -94,11 +94,18 @@ class SynchronizedStop:
     ) -> None:
         self._communicator, self._take_part, self._tell, self._checks = communicator, take_part, tell, checks
         self._steps = 0
+        #: Whether a rank has another batch in this epoch, as the last step's exchange has told.
+        self.others_have_more = False
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
 
-    def after_step(self, model: Any, batch: int) -> bool:
+    def after_step(self, model: Any, batch: int, has_more: bool = False) -> bool:
         """Set `model.stop_training` on all ranks if any rank has set it. Collective.
+
+        Args:
+            model: that is trained.
+            batch: its number in this epoch, from 0.
+            has_more: whether this rank has another one, if ranks may have different numbers.
 
         Returns:
             Whether any rank was told to leave, or sees others that wait to join.
@@ -107,7 +114,7 @@ class SynchronizedStop:
             MismatchError, DriftError: another rank has ended its epoch, or the checks say so.
         """
         self._steps = batch + 1
-        return self._exchange(model, self._STEP)
+        return self._exchange(model, self._STEP, has_more)
 
     def after_epoch(self, model: Any) -> bool:
         """Do the same at the end of an epoch. Collective.
@@ -124,7 +131,7 @@ class SynchronizedStop:
 
         Returns when they are about to. If ranks ask for different things at once, all take part in each.
         """
-        while (found := self._reduced([0, self._STEP, -self._STEP, 0, number, 0, 0])[4]) != number:
+        while (found := self._reduced([0, self._STEP, -self._STEP, 0, number, 0, 0, 0])[4]) != number:
             self._take_part(found)
 
     def _reduced(self, flags: list[int]) -> list[int]:
@@ -134,18 +141,19 @@ class SynchronizedStop:
         found: list[int] = array.tolist()
         return found
 
-    def _exchange(self, model: Any, point: int) -> bool:
+    def _exchange(self, model: Any, point: int, has_more: bool = False) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
         wants_change, number = int(current().elastic.wants_change), self._checks.number()
-        flags = [int(model.stop_training), point, -point, wants_change, 0, number, -number]
+        flags = [int(model.stop_training), point, -point, wants_change, 0, int(has_more), number, -number]
         where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
         with self._same_step(where):
             while (found := self._reduced(flags))[4]:
                 self._take_part(found[4])
-            stop, largest, negated_smallest, wants_change, _, *numbers = found
+            stop, largest, negated_smallest, wants_change, _, more, *numbers = found
             if largest != -negated_smallest:
                 raise self._unequal(where)
         self._checks.note_compared()
+        self.others_have_more = bool(more)
         if sum(numbers):
             self._checks.say(self._communicator)
         if stop:

@@ -19,7 +19,7 @@ from tests.keras.scenarios import BACKEND, SCENARIOS, Outcome, Run
 from tests.worker import report
 
 #: The last module has a behavior after which the ranks are no longer synchronized.
-MODULES = ("metrics", "learning_rate", "broadcast", "averaging", "sharded_optimizer", "shard", "validation")
+MODULES = ("metrics", "learning_rate", "broadcast", "averaging", "sharded_optimizer", "shard", "uneven", "validation")
 
 
 def main() -> None:

@@ -74,6 +74,53 @@ class Statistics(NamedTuple):
     reduced_bytes: int = 0
 
 
+class BatchShare:
+    """How much the batch of a step counts in the averages: as many samples as it has.
+
+    Args:
+        full: samples of a full batch, the same on all ranks.
+        count: returns the samples of a batch, 0 for one that does not count.
+
+    Attributes:
+        samples: of the batch; a number, or while TensorFlow traces a tensor. None before the first step.
+        is_used: whether the loss was multiplied, so that the batch counts by its samples, and not as a full one.
+    """
+
+    def __init__(self, full: int, count: Callable[[Any], Any]) -> None:
+        self.full, self.count, self.is_used = full, count, False
+        self.samples: Any = None
+
+    def take(self, data: Any) -> None:
+        """Begin a step with this batch."""
+        self.samples, self.is_used = self.count(data), False
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the batch does not count, since this rank repeats it."""
+        return isinstance(self.samples, int) and self.samples == 0
+
+    def of(self, loss: Any) -> Any:
+        """The loss, multiplied by the batch's part of a full one."""
+        if isinstance(self.samples, int):
+            return loss if self.samples == self.full else loss * (self.samples / self.full)
+        return loss * keras.ops.cast(keras.ops.cast(self.samples, "float32") / self.full, loss.dtype)
+
+    @property
+    def counted(self) -> Any:
+        """The samples that count.
+
+        Raises:
+            ArgumentError: the batch does not count, and the step has computed as if it did.
+        """
+        if self.is_filling and not self.is_used:
+            raise ArgumentError(
+                "this rank has run out of data, and repeats a batch that is not to count, but the model's train_step "
+                "does not call optimizer.scale_loss(loss) before it computes gradients. Let it do so, or give all "
+                "ranks the same number of batches."
+            )
+        return self.samples if self.is_used else self.full
+
+
 class Exchange(abc.ABC):
     """Takes the gradients of one optimizer out of the framework's step and puts their averages back.
 
@@ -103,14 +150,18 @@ class Exchange(abc.ABC):
         return Statistics(reducer.passes, reducer.waited, reducer.reduced_bytes)
 
     @abc.abstractmethod
-    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+    def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         """Average gradients, by index of their variables. Called in `optimizer.apply`, traced or eagerly.
 
         Args:
             gradients: of this rank.
             rate: the learning rate, a scalar of the framework, to be compared among the ranks; None for one that
                 follows from the number of steps. On GPUs it is not compared.
+            share: how much the batch counts, if batches count by their samples.
         """
+
+    def weigh(self, share: BatchShare) -> None:  # noqa: B027 - others than torch's average in the optimizer
+        """Learn before backward how much the batch counts, where backward averages."""
 
     def release(self) -> None:
         """Release hooks, memory and communicator."""
@@ -150,6 +201,10 @@ class Backend:
     def choose(self, condition: Any, yes: Callable[[], T], no: Callable[[], T]) -> T:
         """Call one of two functions with equal result types; works in a compiled step too."""
         return yes() if condition else no()
+
+    def batch_size(self, array: Any) -> Any:
+        """The first dimension of an array of a batch."""
+        return int(array.shape[0])
 
     def to_dense(self, gradient: Any) -> Any:
         """Convert a sparse gradient to a dense tensor; return others unchanged."""

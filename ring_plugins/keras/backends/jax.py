@@ -24,7 +24,7 @@ from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.gradients.trials import chosen_overlap
 from ring_plugins.core.world import current
 from ring_plugins.keras import backends, slices
-from ring_plugins.keras.backends import Settings, Statistics, jax_device
+from ring_plugins.keras.backends import BatchShare, Settings, Statistics, jax_device
 from ring_plugins.keras.backends.jax_ffi import call_on_host, has_buffer_callback
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, members, restore_exceptions
@@ -83,7 +83,7 @@ class Exchange(backends.Exchange):
     def statistics(self) -> Statistics:
         return super().statistics._replace(waited_seconds=self._waited)
 
-    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+    def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         if isinstance(self.buckets, jax_device.DeviceBuckets):
             return self.buckets.average(gradients)
         indices, given = list(gradients), list(gradients.values())
@@ -92,15 +92,17 @@ class Exchange(backends.Exchange):
         # An eager step of `fit` has the values elsewhere, too.
         is_elsewhere = _is_traced(given) or any(variable._value is None for variable in self._variables)
         self.buckets.checks.weights.is_readable = not is_elsewhere
-        averages = _overwritten(functools.partial(call_weakly(self._reduce), indices), given)
+        counted = None if share is None else (share.counted, share.full)  # another shape is another step
+        averages = _overwritten(functools.partial(call_weakly(self._reduce), indices, counted), given)
         return dict(zip(indices, averages, strict=False))
 
-    def _reduce(self, indices: list[int], arrays: list[Array]) -> None:
+    def _reduce(self, indices: list[int], counted: tuple[int, int] | None, arrays: list[Array]) -> None:
         """Overwrite flat arrays with their averages; the learning rate may follow."""
         assert isinstance(self.buckets, HostBuckets)
         started = time.perf_counter()
         if len(arrays) > len(indices):
             self.buckets.checks.rates.take(float(arrays.pop()[0]))
+        self.buckets.counted = counted
         self.buckets.give(indices, arrays)
         averages = self.buckets.finish()
         for i, array in zip(indices, arrays, strict=True):

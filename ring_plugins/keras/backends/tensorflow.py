@@ -28,7 +28,7 @@ from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.keras import backends, slices
-from ring_plugins.keras.backends import Settings, tensorflow_device
+from ring_plugins.keras.backends import BatchShare, Settings, tensorflow_device
 from ring_plugins.keras.backends.tensorflow_xla import compiled_around, reject_inside_xla
 from ring_plugins.keras.buckets import HostBuckets, call_weakly
 from ring_plugins.keras.job import capture_exceptions, connect, members, restore_exceptions
@@ -54,7 +54,7 @@ class Exchange(backends.Exchange):
         if connect().replaces:
             self.buckets = self._plan()
 
-    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+    def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         """See the base class; sparse gradients stay sparse.
 
         Raises:
@@ -68,10 +68,10 @@ class Exchange(backends.Exchange):
             self._sparse = sparse
             self.buckets = self._plan()
         dense = {i: tf.convert_to_tensor(g) for i, g in gradients.items() if i not in self._sparse}
-        averages = self._average_dense(self.buckets, dense, rate)
+        averages = self._average_dense(self.buckets, dense, rate, share)
         for i in self._sparse:
             if i in gradients:
-                averages[i] = _average_sparse(gradients[i], self.communicator)
+                averages[i] = _average_sparse(gradients[i], self.communicator, self.buckets)
         return averages
 
     def _plan(self) -> HostBuckets | tensorflow_device.DeviceBuckets:
@@ -89,7 +89,9 @@ class Exchange(backends.Exchange):
             entries, self.communicator, settings.sizes, settings.rounding, False, settings.overlap, settings.checks
         )
 
-    def _average_dense(self, buckets: Any, dense: dict[int, Any], rate: Any) -> dict[int, Any]:
+    def _average_dense(
+        self, buckets: Any, dense: dict[int, Any], rate: Any, share: BatchShare | None
+    ) -> dict[int, Any]:
         """Trace a call for each bucket and one for the averages."""
         indices = list(dense)
         give_now, finish_now = call_weakly(buckets.give), call_weakly(buckets.finish)
@@ -106,9 +108,15 @@ class Exchange(backends.Exchange):
                 compare()
             return [averages[i] for i in indices]
 
-        if rate is not None and isinstance(buckets, HostBuckets):
-            take = call_weakly(buckets.checks.rates.take)
-            tf.numpy_function(capture_exceptions(lambda rate: take(float(rate))), [rate], [])
+        if isinstance(buckets, HostBuckets) and (rate is not None or share is not None):
+            take, full = call_weakly(buckets.take), 0 if share is None else share.full
+            counted = 0 if share is None else share.counted
+            has_rate = rate is not None
+            tf.numpy_function(
+                capture_exceptions(lambda rate, samples: take(float(rate) if has_rate else None, int(samples), full)),
+                [rate if has_rate else 0.0, counted],
+                [],
+            )
         for bucket in buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:
@@ -119,7 +127,7 @@ class Exchange(backends.Exchange):
         return {i: tf.ensure_shape(average, dense[i].shape) for i, average in zip(indices, averages, strict=True)}
 
 
-def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
+def _average_sparse(gradient: Any, communicator: Communicator, buckets: Any) -> Any:
     """Average a sparse gradient by concatenating the rows of all ranks.
 
     A dense average would give the same sum but another update, since Keras does not update the moments of rows that are
@@ -128,6 +136,7 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
     Args:
         gradient: `tf.IndexedSlices` with any number of rows, or the dense gradient of a variable that had sparse ones.
         communicator: gathers the rows.
+        buckets: of the dense gradients, which know how much the ranks' batches count.
 
     Returns:
         `tf.IndexedSlices`; rows may occur several times, as in gradients from the tape.
@@ -136,12 +145,14 @@ def _average_sparse(gradient: Any, communicator: Communicator) -> Any:
         rows = tf.shape(gradient)[0]
         gradient = tf.IndexedSlices(gradient, tf.range(rows), tf.shape(gradient))
 
+    factor = call_weakly(buckets.factor) if isinstance(buckets, HostBuckets) else lambda: 1.0
+
     def gather(indices: Array, values: Array) -> tuple[Array, Array]:
         counts = communicator.all_gather_object(len(indices), "sparse gradients")
         row = int(np.prod(values.shape[1:], dtype=np.int64))
         all_indices = np.empty(sum(counts), indices.dtype)
         all_values = np.empty((sum(counts), *values.shape[1:]), values.dtype)
-        mine = np.ascontiguousarray(values / values.dtype.type(communicator.size))
+        mine = np.ascontiguousarray(values * values.dtype.type(factor() / communicator.size))
         communicator.all_gather(host_memory(indices), host_memory(all_indices), counts)
         communicator.all_gather(host_memory(mine), host_memory(all_values), [count * row for count in counts])
         return all_indices, all_values
@@ -325,6 +336,10 @@ class TensorFlowBackend(backends.Backend):
 
     def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         return tf.cond(condition, yes, no)
+
+    def batch_size(self, array: Any) -> Any:
+        """See the base class. A number if it is known while a step is traced."""
+        return array.shape[0] if array.shape[0] is not None else tf.shape(array)[0]
 
     def to_dense(self, gradient: Any) -> Any:
         return tf.convert_to_tensor(gradient)

@@ -129,6 +129,8 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
 
     def step(data: Any) -> Any:
         logs, gradients = first(data)
+        if averaging.share is not None and averaging.share.is_used:  # with a tensor of the first part's graph
+            averaging.share.samples = averaging.share.count(data)
         last(averaging.average(gradients, list(updated), averaging.rate()))
         return logs
 

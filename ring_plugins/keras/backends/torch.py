@@ -16,7 +16,7 @@ from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras import backends, slices
-from ring_plugins.keras.backends import Settings, Statistics
+from ring_plugins.keras.backends import BatchShare, Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.observe.consistency import Check
@@ -77,14 +77,20 @@ class Exchange(backends.Exchange):
     def statistics(self) -> Statistics:
         return Statistics(self._averager.steps, self._averager.waited_seconds, self._averager.reduced_bytes)
 
-    def average(self, gradients: dict[int, Any], rate: Any = None) -> dict[int, Any]:
+    def weigh(self, share: BatchShare) -> None:
+        self._averager.is_joined = True  # where gradients are on a GPU, wait for how much the others count
+        self._averager.checks.weight = share.samples / share.full
+
+    def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         """See the base class. The averager has compared the rate."""
+        if share is not None:
+            _ = share.counted  # raises if what was averaged was not to count
         is_averaged = self._averager.steps > self._passes_seen and all(
             gradient is self._parameters[i].grad and self._parameters[i].requires_grad
             for i, gradient in gradients.items()
         )
         averages = gradients if is_averaged else self._average_now(gradients)
-        self._passes_seen = self._averager.steps
+        self._passes_seen, self._averager.checks.weight = self._averager.steps, 1.0
         return averages
 
     @torch.no_grad()

@@ -76,7 +76,9 @@ def rejections() -> Any:
     rows = 16 if ring.rank() == 0 else 8
     found = {
         "steps": error_of(
-            lambda: dense(momentum()).fit(x[:rows], y[:rows], batch_size=4, verbose=0, callbacks=[BroadcastCallback()])
+            lambda: dense(momentum()).fit(
+                x[:rows], y[:rows], batch_size=4, verbose=0, callbacks=[BroadcastCallback(uneven="error")]
+            )
         )
     }
 
@@ -245,7 +247,7 @@ def unequal_steps_of_a_generator() -> Any:
         return error_of(lambda: model.fit(batches(steps), verbose=0, callbacks=callbacks))
 
     return [
-        train(3 + ring.rank(), BroadcastCallback()),
-        train(4 - ring.rank(), MetricAverageCallback(), BroadcastCallback()),
-        train(3 + ring.rank(), BroadcastCallback(synchronized_batch_norm=True)),
+        train(3 + ring.rank(), BroadcastCallback(uneven="error")),
+        train(4 - ring.rank(), MetricAverageCallback(), BroadcastCallback(uneven="error")),
+        train(3 + ring.rank(), BroadcastCallback(uneven="error", synchronized_batch_norm=True)),
     ]

@@ -1,0 +1,48 @@
+"""Ranks with different numbers of batches train to the end of the longest, as one process with all of them."""
+
+import pytest
+
+from tests.keras.launches import BACKENDS, case, on_ranks
+
+EVERYWHERE = [case(backend, ranks, "uneven_data", slow=True) for backend in BACKENDS for ranks in (2, 3)]
+
+
+def check(found):
+    for kind, one in found.items():
+        assert one["equal"], kind
+        assert one["weights"] <= 1e-6, kind
+        assert one["logs"] <= 3e-6, kind  # of float32 sums in another order
+
+
+@pytest.mark.parametrize("seen", EVERYWHERE, indirect=True)
+def test_ranks_with_fewer_batches_take_part_to_the_end_of_the_longest(seen):
+    for found in seen:
+        check(found)
+        assert {one["steps"] for kind, one in found.items() if kind != "generator"} == {10}
+        assert found["generator"]["steps"] == 5
+
+
+@on_ranks("uneven_steps_of_other_kinds", slow=BACKENDS)
+def test_whatever_a_step_calls_works_on_ranks_that_have_run_out(seen):
+    for found in seen:
+        check(found)
+
+
+@on_ranks("uneven_data_in_other_ways", slow=("torch",))
+def test_options_of_fit_work_with_uneven_data_or_are_refused(seen):
+    numbers = {
+        "class weights": range(5),
+        "steps_per_epoch": [*range(4)] * 3,
+        "steps of a generator": range(5),
+        "scaled": range(5),
+        "validated": [*range(5), *range(5)],
+        "kept": range(2),
+        "one sample": [0, 0],
+    }
+    for rank, found in enumerate(seen):
+        for what, batches in numbers.items():
+            assert found[what]["equal"], what
+            assert found[what]["batches"] == list(batches), what
+        assert ("does not call optimizer.scale_loss(loss)" if rank == 0 else "rank 0 could") in found["own step"]
+        assert found["error"].startswith("MismatchError: ranks would take different numbers of steps"), found["error"]
+        assert found["no such"].startswith("ArgumentError: uneven='pad'")
