@@ -338,14 +338,6 @@ def a_copy_is_no_rank():
             other.step()
 
 
-def no_averages_for_many_steps_are_as_they_should_be():
-    """Nobody warns that nothing is averaged; the test looks at the output."""
-    model = network()
-    with local_updates(model, every=1000) as optimizer:
-        train(model, optimizer, 130)
-        optimizer.finish()
-
-
 def what_differs_among_ranks_is_named():
     if SIZE == 1:
         return
@@ -420,7 +412,6 @@ run([
     weights_may_be_loaded_and_broadcast_after_the_construction,
     layouts_of_all_kinds,
     a_copy_is_no_rank,
-    no_averages_for_many_steps_are_as_they_should_be,
     what_differs_among_ranks_is_named,
     an_anchor_that_differs_is_noticed,
     one_bad_argument_is_heard_by_all,

@@ -32,7 +32,26 @@ def test_local_updates(started_by, processes, nodes):
     result = run_ranks(CHECKS, processes, started_by, env=env, timeout=300)
     for rank in range(processes):
         assert {*result.reports[rank].values()} == {"ok"}
-    assert "averaged in" not in result.output
+
+
+@pytest.mark.slow
+def test_nobody_warns_of_steps_without_averages():
+    script = """
+        import os, torch
+        import ring_plugins as ring
+        ring.init(ranks=int(os.environ["TEST_RANKS"]))
+        from ring_plugins.torch import LocalUpdates, broadcast_parameters
+        model = torch.nn.Linear(2, 2)
+        broadcast_parameters(model)
+        optimizer = LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=1000)
+        for _ in range(120):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        optimizer.finish()
+    """
+    result = run_ranks(script, 2, "exported", env={"RING_VIRTUAL_NODES": "1,1"}, timeout=100)
+    assert "averaged" not in result.output
 
 
 @pytest.fixture
