@@ -13,6 +13,7 @@ from ring_plugins.core.functions import gpu_functions
 from ring_plugins.observe.balance_monitor import BalanceMonitor
 from ring_plugins.observe.timeline import Timeline
 from ring_plugins.torch import functions
+from ring_plugins.torch.accelerate import accept_ring
 from ring_plugins.torch.backend import register
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ring_plugins.torch.compiled import leave_out_of_compilation
@@ -28,6 +29,7 @@ from ring_plugins.torch.training_state import TrainingState
 
 leave_out_of_compilation()
 register()
+accept_ring()
 gpu_functions["torch"] = functions
 
 __all__ = [
