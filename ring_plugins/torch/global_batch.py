@@ -103,8 +103,7 @@ class GlobalBatches(Generic[T]):
         self._order: tuple[int, list[int]] | None = None
         self._plan = _Plan()
         self._divided: DataLoader[T] = with_index(loader, self._plan)
-        self._batches: Iterator[T] = iter(())
-        #: For whom, and which step, these are: rank, ranks, and the first sample.
+        self._batches: Iterator[T] = iter(())  # for this rank of so many, from the step with this first sample
         self._batches_for: tuple[int, int, int] | None = None
         #: Whether a script was seen to keep the gradients of several passes.
         self._accumulates = False
@@ -168,8 +167,8 @@ class GlobalBatches(Generic[T]):
         rank, size = self._communicator.rank, self._communicator.size
         if self._batches_for != (rank, size, step.first):
             assert self._order is not None
-            self._plan.take(self._order[1][: self._end()], self._batch_size, self.global_batch_size)
-            self._plan.divide(rank, size, step.first)
+            order = self._order[1][: self._end()]
+            self._plan.divide(order, self._batch_size, self.global_batch_size, rank, size, step.first)
             self._batches = iter(self._divided)
         self._batches_for = None  # until all of these have been taken
         return _numbers(rank, size, step.first, step.end, self._batch_size)
@@ -180,7 +179,11 @@ class GlobalBatches(Generic[T]):
         return self.loader.batch_size
 
     def _seed(self, number: int, of: str = "batch") -> None:
-        torch.manual_seed(zlib.crc32(repr((self.seed, self._epoch, of, number)).encode()))
+        seed = zlib.crc32(repr((self.seed, self._epoch, of, number)).encode())
+        # `torch.manual_seed` notes a stack for each kind of device that is not in use, for milliseconds, and keeps it.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(seed)
 
 
 class Step(Generic[T]):
@@ -294,12 +297,9 @@ class _Plan:
         self._batch_size = self._step = 1
         self._rank, self._size, self._first = 0, 1, 0
 
-    def take(self, order: list[int], batch_size: int, step: int) -> None:
-        """Divide these samples from now on, in steps of so many."""
+    def divide(self, order: list[int], batch_size: int, step: int, rank: int, size: int, first: int) -> None:
+        """Begin with the step at the first sample of this order, in steps of so many, for one of so many ranks."""
         self._order, self._batch_size, self._step = order, batch_size, step
-
-    def divide(self, rank: int, size: int, first: int) -> None:
-        """Begin with the step at this sample, for one of so many ranks."""
         self._rank, self._size, self._first = rank, size, first
 
     def _steps(self) -> Iterator[list[int]]:

@@ -39,8 +39,7 @@ def test_each_sample_of_a_step_is_computed_by_one_rank_whatever_their_number(siz
     divided = []
     for rank in range(size):
         plan = _Plan()
-        plan.take(order, 4, 16)
-        plan.divide(rank, size, 16)
+        plan.divide(order, 4, 16, rank, size, 16)
         assert len(plan) == len(list(plan))
         divided += itertools.chain(*plan)
     assert sorted(divided) == order[16:]
@@ -156,6 +155,62 @@ def test_an_incomplete_last_step_is_left_out_as_the_loader_says(job):
         for drops in (False, True)
     ]
     assert lengths == [5, 4]
+
+
+def test_seeding_costs_no_stack_for_devices_that_are_not_in_use(job, monkeypatch):
+    """As `torch.manual_seed` does, which keeps it."""
+    seed, seeded = torch.manual_seed, []
+    monkeypatch.setattr(torch, "manual_seed", lambda number: seeded.append(number) or seed(number))
+    optimizer = DistributedOptimizer(torch.optim.SGD(nn.Linear(4, 1).parameters(), 0.1))
+    drawn = []
+    for _ in range(2):
+        steps = GlobalBatches(DataLoader(dataset(), BATCH), optimizer, global_batch_size=GLOBAL)
+        drawn.append([torch.rand(1).item() for _ in next(iter(steps))] + [torch.rand(1).item()])
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 5
+    assert len(seeded) <= 2  # for the order of the epoch
+
+
+DIFFERENT = """
+import torch
+import ring_plugins as ring
+from torch.utils.data import DataLoader, TensorDataset
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.torch import DistributedOptimizer, GlobalBatches, SyncBatchNorm
+from tests.worker import report
+
+ring.init(ranks=2)
+data = TensorDataset(torch.randn(64, 4))
+
+def first_step(name, sampler, layer, exact):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    try:
+        for step in GlobalBatches(DataLoader(data, 4, sampler=sampler), optimizer, global_batch_size=12, exact=exact):
+            for (x,) in step:
+                model(x).square().mean().backward()
+            optimizer.step()
+    except RingError as error:
+        report(name, f"{type(error).__name__}: {error}")
+    optimizer.close()
+
+own = range(64) if ring.rank() else range(63, -1, -1)
+first_step("fast", own, torch.nn.Identity(), False)
+first_step("exact", own, torch.nn.Identity(), True)
+first_step("norm", None, SyncBatchNorm(4), False)
+"""
+
+
+@pytest.mark.slow
+def test_orders_that_differ_and_layers_that_need_all_ranks_are_errors_on_all_ranks():
+    result = run_ranks(DIFFERENT, 2, timeout=600)
+    for name in ("fast", "exact"):
+        for text in result.values(name):
+            assert text.startswith(
+                "MismatchError: the ranks' steps of GlobalBatches do not have the same samples: {0: "
+            )
+    assert all(text.startswith("ArgumentError: SyncBatchNorm needs all ranks") for text in result.values("norm"))
+    assert len(result.values("norm")) == 2
 
 
 def run(ranks, timeout=600, **env):
