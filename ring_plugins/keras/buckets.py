@@ -25,6 +25,7 @@ from ring_plugins.core.linux.thread_count import threads_in_use
 from ring_plugins.core.world import check_tried, has_room_to_overlap, node_rank, replaces
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.observe.consistency import COUNT, bits_of, check_equal_after_losses, checksum, differ
+from ring_plugins.observe.same_samples import tell_if_same
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class HostBuckets:
         self._communicator, self._in_place = communicator, in_place
         self.counted: tuple[int, int] | None = None
         self._factor = 1.0
+        self._first: int | None = None if replaces() else 0  # the sum of this rank's own gradients of the first pass
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
         #: The average of each entry: a part of a bucket, or for a large gradient memory that is set in each pass.
@@ -138,6 +140,8 @@ class HostBuckets:
         with rejections_told(self._communicator, "filling buckets"):
             for i, gradient in zip(indices, gradients, strict=True):
                 self._given[i], self._forms[i] = gradient, (gradient.dtype, gradient.shape)
+            if self._first is not None:  # before averages overwrite them
+                self._first += sum((i + 1) * checksum(gradient) for i, gradient in zip(indices, gradients, strict=True))
             for i in indices:
                 self.reducer.mark_ready(i, self._fill)
 
@@ -162,6 +166,10 @@ class HostBuckets:
         self.checks.note_compared()
         if differ(self._control.tolist()):
             self.checks.say(self._communicator)
+        if self._first is not None:
+            first, self._first = self._first, None
+            if self.counted is not None:  # in a `fit` that joins ranks, so that all are in their first pass
+                tell_if_same(first if self.counted[0] else 0, self._communicator)
         if self.checks.follow_members():
             names = [entry.name for entry in self.plan.entries]
             check_equal_after_losses(

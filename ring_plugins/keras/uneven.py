@@ -261,6 +261,7 @@ def _scaled_loss(averaging: GradientAveraging, share: BatchShare, scale: Callabl
         share.is_used = True
         loss = share.of(loss)
         averaging.exchange.weigh(share)
+        share.data = None
     return scale(loss)
 
 

@@ -46,3 +46,11 @@ def test_options_of_fit_work_with_uneven_data_or_are_refused(seen):
         assert ("does not call optimizer.scale_loss(loss)" if rank == 0 else "rank 0 could") in found["own step"]
         assert found["error"].startswith("MismatchError: ranks would take different numbers of steps"), found["error"]
         assert found["no such"].startswith("ArgumentError: uneven='pad'")
+
+
+@on_ranks("the_same_samples", slow=BACKENDS)
+def test_data_that_nothing_has_divided_is_noticed_once(seen):
+    first, second = seen
+    assert second == ["end of fit"] * 3
+    assert [first[0], *first[2:]] == ["end of fit"] * 3
+    assert first[1].startswith("ranks 0, 1 have the same samples in their first batch")

@@ -82,6 +82,7 @@ class BatchShare:
         count: returns the samples of a batch, 0 for one that does not count.
 
     Attributes:
+        data: the batch, until the loss is computed.
         samples: of the batch; a number, or while TensorFlow traces a tensor. None before the first step.
         is_used: whether the loss was multiplied, so that the batch counts by its samples, and not as a full one.
     """
@@ -89,10 +90,11 @@ class BatchShare:
     def __init__(self, full: int, count: Callable[[Any], Any]) -> None:
         self.full, self.count, self.is_used = full, count, False
         self.samples: Any = None
+        self.data: Any = None
 
     def take(self, data: Any) -> None:
         """Begin a step with this batch."""
-        self.samples, self.is_used = self.count(data), False
+        self.data, self.samples, self.is_used = data, self.count(data), False
 
     @property
     def is_filling(self) -> bool:

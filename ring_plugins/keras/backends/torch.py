@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import keras
 import torch
 
 from ring_plugins.core.base.errors import ArgumentError
@@ -20,6 +21,7 @@ from ring_plugins.keras.backends import BatchShare, Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.observe.consistency import Check
+from ring_plugins.observe.same_samples import tell_if_same
 from ring_plugins.torch.device import array_of
 from ring_plugins.torch.gradients import GradientAverager
 
@@ -66,7 +68,7 @@ class Exchange(backends.Exchange):
         )
         self.communicator = self._averager.communicator
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
-        self._passes_seen = 0
+        self._passes_seen, self._has_told = 0, False
         checks = _AsOne(settings.checks or KerasChecks(), self._averager)
         self._averager.checks.list.append(cast("Check", checks))  # its number is a property; nobody assigns to it
         self._without_hooks = contextlib.ExitStack()
@@ -80,6 +82,11 @@ class Exchange(backends.Exchange):
     def weigh(self, share: BatchShare) -> None:
         self._averager.is_joined = True  # where gradients are on a GPU, wait for how much the others count
         self._averager.checks.weight = share.samples / share.full
+        if not self._has_told:
+            self._has_told = True
+            arrays = [leaf for leaf in keras.tree.flatten(share.data) if isinstance(leaf, torch.Tensor)]
+            bytes_of_first = b"".join(keras.ops.convert_to_numpy(array).tobytes() for array in arrays)
+            tell_if_same(0 if share.is_filling else zlib.crc32(bytes_of_first), self.communicator)
 
     def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         """See the base class. The averager has compared the rate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,7 +12,8 @@ from keras import layers
 
 import ring_plugins as ring
 from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, predict, shard
-from tests.keras.behaviors import behavior, error_of
+from ring_plugins.observe import same_samples
+from tests.keras.behaviors import behavior, error_of, logged
 from tests.keras.scenarios import BACKEND
 
 BATCH = 4
@@ -223,6 +225,17 @@ def classifier() -> Any:
     metrics = ["accuracy", "auc", keras.metrics.F1Score(threshold=0.5), "precision"]
     model.compile("sgd", "binary_crossentropy", metrics=metrics, weighted_metrics=["mse"])
     return model
+
+
+@behavior
+def the_same_samples() -> Any:
+    """What is said where nothing has divided the data, and where ranks have their own."""
+    with mock.patch.object(same_samples, "_told", []), logged() as lines:
+        for rank in (ring.rank(), 0, 0):
+            data, callbacks = Batches(batches_of(rank, ragged=False)), [BroadcastCallback()]
+            model_of().fit(data, verbose=0, shuffle=False, callbacks=callbacks)
+            lines.append("end of fit")
+    return [line for line in lines if "same samples" in line or line == "end of fit"]
 
 
 @behavior
