@@ -83,7 +83,9 @@ void set_failure_text(const std::string& why);
 
 // ---- memory.cpp ----
 
+// Those that CUDA_VISIBLE_DEVICES shows, of RING_SIMULATED_DEVICES that there are; and which of these a device is.
 int device_count();
+int card_of(int device);
 int allocate(void** pointer, size_t bytes, int device);
 int release(void* pointer);
 int allocate_pinned(void** pointer, size_t bytes);

@@ -55,18 +55,17 @@ EXPORTED int cuDeviceGet(int* device, int index) {
   return index < sim::device_count() ? 0 : sim::INVALID_DEVICE;
 }
 
-// Another uuid than the index's where CUDA_VISIBLE_DEVICES gives each process its own card as device 0.
-static int card(int device) { return device + (int)sim::setting("FIRST_CARD", 0); }
-
 EXPORTED int cuDeviceGetUuid_v2(void* uuid, int device) {
   BEGIN();
-  memset(uuid, card(device) + 1, 16);
+  memset(uuid, sim::card_of(device) + 1, 16);
   return 0;
 }
 
 EXPORTED int cuDeviceGetPCIBusId(char* text, int length, int device) {
   BEGIN();
-  snprintf(text, length, "0000:%02x:00.0", card(device) + 1);
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");  // slices of one card have its bus
+  const bool is_slice = visible && !strncmp(visible, "MIG-", 4);
+  snprintf(text, length, "0000:%02x:00.0", is_slice ? 1 : sim::card_of(device) + 1);
   return 0;
 }
 

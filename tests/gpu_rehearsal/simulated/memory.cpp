@@ -1,5 +1,10 @@
 // Memory of the simulated devices: pages of the host, which are unmapped when they are freed, so that a later access ends
 // the process. What nobody has written reads as NaN.
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <vector>
 #include <cstring>
 #include <map>
 #include <sys/mman.h>
@@ -38,7 +43,50 @@ auto containing(std::map<uintptr_t, Found>& all, const void* pointer) {
 
 }  // namespace
 
-int device_count() { return (int)setting("DEVICES", 2); }
+namespace {
+
+// The card that a name in CUDA_VISIBLE_DEVICES means: its number, or the beginning of its UUID; -1 if there is none.
+int card_named(const std::string& name) {
+  const int present = (int)setting("DEVICES", 2);
+  if (name.rfind("GPU-", 0) && name.rfind("MIG-", 0)) {
+    char* end;
+    const long number = strtol(name.c_str(), &end, 10);
+    return !name.empty() && !*end && number >= 0 && number < present ? (int)number : -1;
+  }
+  for (int card = 0; card < present; card++) {
+    char uuid[37];
+    const int byte = card + 1;
+    snprintf(uuid, sizeof uuid, "%02x%02x%02x%02x-%02x%02x-%02x%02x", byte, byte, byte, byte, byte, byte, byte, byte);
+    if (!std::string(uuid).rfind(name.substr(4), 0)) return card;
+  }
+  return -1;
+}
+
+// The cards that this process sees, in its order. As CUDA does, it looks once, and sees nothing behind an invalid name;
+// of slices of a card (MIG) it sees one.
+const std::vector<int>& cards() {
+  static const std::vector<int> found = [] {
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    std::vector<int> cards;
+    if (!visible)
+      for (int card = 0; card < (int)setting("DEVICES", 2); card++) cards.push_back(card);
+    std::stringstream names(visible ? visible : "");
+    for (std::string name; std::getline(names, name, ',');) {
+      const int card = card_named(name);
+      if (card < 0) break;
+      cards.push_back(card);
+      if (!name.rfind("MIG-", 0)) break;
+    }
+    return cards;
+  }();
+  return found;
+}
+
+}  // namespace
+
+int device_count() { return (int)cards().size(); }
+
+int card_of(int device) { return device >= 0 && device < device_count() ? cards()[device] : -1; }
 
 int allocate(void** pointer, size_t bytes, int device) {
   *pointer = nullptr;

@@ -66,8 +66,8 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   snprintf(p->name, sizeof p->name, "Simulated GPU %d", device);
   size_t free;
   sim::memory_info(device, &free, &p->totalGlobalMem);
-  memset(&p->uuid, device + 1, 16);
-  p->major = 9, p->minor = 0, p->pciBusID = device + 1;
+  memset(&p->uuid, sim::card_of(device) + 1, 16);
+  p->major = 9, p->minor = 0, p->pciBusID = sim::card_of(device) + 1;
   p->multiProcessorCount = 4, p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048;
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
