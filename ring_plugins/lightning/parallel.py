@@ -24,6 +24,7 @@ from ring_plugins.lightning.process_group import (
     all_reduce,
     broadcast_object,
     ensure_process_group,
+    leave_process_group,
     reduced_if_all_had,
 )
 from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
@@ -278,6 +279,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         own_world = join_world(environment)
         self._device = self.root_device
         if self.world_size == 1:
+            if self.group is not None:
+                leave_process_group(self.group)  # of an earlier Trainer, in which torchmetrics would synchronize
             return
         if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(

@@ -49,8 +49,7 @@ def ensure_process_group(timeout: timedelta | None = None, group: Group | None =
         LaunchError: If a process group exists that numbers the processes differently.
     """
     topology, ranks = current().topology, group or current()
-    if _initialized_over and _initialized_over[0] is not ranks:
-        destroy_process_group()
+    leave_process_group(ranks)
     if dist.is_initialized():
         places = [(topology.rank, topology.size), (ranks.communicator.rank, ranks.communicator.size)]
         if (dist.get_rank(), dist.get_world_size()) not in places:
@@ -75,6 +74,12 @@ def ensure_process_group(timeout: timedelta | None = None, group: Group | None =
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
     finally:
         sys.excepthook = hook
+
+
+def leave_process_group(ranks: World | Group) -> None:
+    """Destroy the default process group if this module has initialized it over others than these."""
+    if _initialized_over and _initialized_over[0] is not ranks:
+        destroy_process_group()
 
 
 def destroy_process_group() -> None:

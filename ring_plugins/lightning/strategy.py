@@ -238,7 +238,7 @@ class RingTrainerLogic(RingParallelLogic):
                 self._uneven = UnevenData(self, trainer, loop, team)
                 self._set_up.callback(self._uneven.close)
         super().setup(trainer)
-        if self.group is not None and self.is_distributed:
+        if self.group is not None:  # even of one rank
             self._set_up.callback(metrics_within(self.group, self.lightning_module))
         if is_fitting and self.is_distributed:
             assert self.lightning_module is not None

@@ -142,15 +142,27 @@ def fabric(ranks):
     return {"step": float((before - model.weight)[0, 0]), "samples": torch.cat(list(loader)).tolist(), "each": each}
 
 
+def alone():
+    model, data = Model(ring.rank()), data_of(ring.rank())
+    trainer = Trainer(strategy=RingStrategy(group=ring.Group([ring.rank()])), **options(None))
+    found = trainer.validate(model, DataLoader(data, batch_size=6), verbose=False)[0]
+    x, y = data.tensors
+    model.eval()
+    with torch.no_grad():
+        return abs(found["error"] - float((model.net(x) - y).abs().mean()))
+
+
 ACROSS, BESIDE = [[0, 2], [1, 3]], [[0, 1], [3, 2]]
 for groups in (ACROSS, BESIDE):
     which = next(i for i, ranks in enumerate(groups) if ring.rank() in ranks)
     report(str(groups), trained(groups[which], which, shard_optimizer=groups is BESIDE))
+report("alone", alone())
 report("fabric", fabric(ACROSS[ring.rank() % 2]))
 torch.distributed.destroy_process_group()
 torch.distributed.init_process_group("ring")  # the script's own, of all ranks
 which = ring.rank() // 2
 report("own process group", trained(BESIDE[which], which))
+report("alone, own process group", alone())
 shape = (2, 3) if ring.rank() % 2 else (3, 2)  # of as many elements
 report("shapes", refusal(lambda: all_gather(torch.ones(shape))))
 other = ring.Group([1, 2] if ring.rank() in (0, 3) else [0, 3])  # of which this rank is none
@@ -168,6 +180,7 @@ def test_groups_train_at_once_as_one_process_each(tmp_path):
             assert found["place"] == found["expected_place"]
             assert found["gathered"] == found["ranks"] and found["summed"] == sum(found["ranks"])
             assert found["files"] and found["resumed"] == 3
+    assert max(run.values("alone") + run.values("alone, own process group")) < 1e-5
     for rank, found in enumerate(run.values("fabric")):
         assert found["step"] == pytest.approx((2 * (rank % 2) + 4) / 2)
         assert found["samples"] == [float(sample) for sample in range(rank // 2, 8, 2)]
