@@ -46,7 +46,7 @@ def doctor(
 
     examination, is_job = None, not detect().launcher.is_none
     if is_job:
-        ring.init()
+        ring.init(on_failure="end")  # whatever the job to come does: pairs of hosts are groups, which do not heal
     is_first = not is_job or ring.rank() == 0
     with Console(stderr=True, quiet=not is_first).status("checking this host") as progress:
         findings = list(examine_host()) if not is_job or ring.local_rank() == 0 else []

@@ -81,26 +81,12 @@ def measure_links(facts: Sequence[Facts]) -> list[Link]:
     for pairs in rounds(topology.num_nodes):
         link = None
         mine = next((pair for pair in pairs if topology.rank in (first[pair[0]].rank, first[pair[1]].rank)), None)
-        ranks = [first[node].rank for node in mine] if mine else None
-        pair = _connect_pair(ranks)
-        if mine and pair is not None:
-            link = _measure_pair(pair, first[mine[0]], first[mine[1]])
+        if mine:
+            pair = ring.Group(first[node].rank for node in mine)
+            link = _measure_pair(pair.communicator, first[mine[0]], first[mine[1]])
             pair.close()
         found += [one for one in ring.all_gather_object(link) if one is not None]
     return sorted(found, key=lambda one: one.nodes)
-
-
-def _connect_pair(ranks: list[int] | None) -> Communicator | None:
-    """Create a communicator of two ranks. Collective among all ranks; returns None on ranks without a pair."""
-    gather_all = current().communicator.all_gather_object
-    if ranks is None:
-        gather_all((None, None))
-        return None
-
-    def gather(payload: Any) -> list[Any]:
-        return [item for key, item in gather_all((min(ranks), payload)) if key == min(ranks)]
-
-    return current().new_communicator("doctor's pair", ranks, gather)
 
 
 def _measure_pair(pair: Communicator, one: Facts, other: Facts) -> Link | None:
