@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from packaging.version import Version
+
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.horovod.basics import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "gloo_built",
     "gpu_available",
     "is_iterable",
+    "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
     "num_rank_is_power_2",
@@ -67,3 +71,14 @@ def is_iterable(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version such as "2.13.0+cpu" is at least another, which has three numbers.
+
+    Raises:
+        ArgumentError: `target` has not.
+    """
+    if len(target.split(".")) != 3:
+        raise ArgumentError(f"target={target!r} is not of the form major.minor.patch, such as 2.6.0.")
+    return Version(ver) >= Version(target)

@@ -2,6 +2,9 @@
 
 import os
 
+import pytest
+
+from ring_plugins import ArgumentError
 from ring_plugins.horovod.common import util
 
 
@@ -11,6 +14,11 @@ def test_numbers_and_lists():
     assert [util.is_iterable("x"), util.is_iterable(1)] == [True, False]
     assert [util.gloo_built(), util.mpi_built(), util.ddl_built()] == [True, True, False]
     assert not util.gpu_available("torch")
+    assert util.is_version_greater_equal_than("2.13.0+cpu", "2.6.0") and not util.is_version_greater_equal_than(
+        "2.6.0rc1", "2.6.0"
+    )
+    with pytest.raises(ArgumentError, match=r"major\.minor\.patch"):
+        util.is_version_greater_equal_than("2.6.0", "2.6")
 
 
 def test_variables_are_set_inside_the_block(monkeypatch):
