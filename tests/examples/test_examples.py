@@ -77,6 +77,16 @@ def test_survive(example, killed):
 
 
 @pytest.mark.slow
+def test_steady_batch():
+    """The weights of three ranks of which one is killed are those of one process."""
+    found = [
+        closing(run_ranks(EXAMPLES / "steady_batch.py", 1, "spawned", args, timeout=120), r"weights (\w{8})$")[1]
+        for args in (["--ranks", "1", "--kill"], ["--ranks", "3", "--kill", "2"])
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("standbys", [0, 1])
 @pytest.mark.parametrize("example", ["lightning_survive.py", "keras_survive.py"])
 def test_survive_while_others_take_the_places(example, standbys):
