@@ -33,14 +33,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.joining.join import admit, if_different, join
 from ring_plugins.core.joining.state_transfer import fails_alone
 from ring_plugins.core.world import current
 from ring_plugins.lightning.recovery import take_versions, versions_of
-from ring_plugins.torch.loaders import divide_anew, from_batch, samplers_of
+from ring_plugins.torch.loaders import divide_anew
 from ring_plugins.torch.training_state import share_state, take_trained_parts, trained_parts
 
 #: What `ModelCheckpoint` of Lightning 2.6.6 decides by and leaves out of its state.
@@ -182,6 +181,7 @@ class MeetingPoint:
             ],
             "loggers": versions_of(trainer.loggers),
             "batches": trainer.num_training_batches,
+            "data": self._strategy._mid_epoch.state(goes_back=False),
             "reloads": (fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch),
             "validates": val_loop._combined_loader is not None,
             "stops": trainer.should_stop,
@@ -251,7 +251,7 @@ class MeetingPoint:
             val_loop.setup_data()
             trainer.training = True
         fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = state["reloads"]
-        _skip(fit_loop._combined_loader, fetcher, trainer.current_epoch, fit_loop.epoch_loop.batch_progress)
+        self._strategy._mid_epoch.join(state["data"], fetcher)
 
     def _agree_on_random_numbers(self, states: dict[str, Any] | None) -> None:
         """Go on with the members' random numbers where all have the same, as after ``seed_everything``; collective.
@@ -294,23 +294,3 @@ def _go_on(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "on_iteration_done"):
             _go_on(inner)
-
-
-def _skip(combined: Any, fetcher: Any, epoch: int, progress: Any) -> None:
-    """Let a data fetcher begin an epoch behind the batches that were done."""
-    done = progress.current.completed
-    for loader in combined.flattened:
-        for sampler in samplers_of(loader):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(epoch)
-    whole, limits = combined.flattened, combined.limits
-    rest = from_batch(whole[0], done) if len(whole) == 1 and isinstance(whole[0], DataLoader) else None
-    if rest is None:  # their batches are loaded and dropped
-        iter(fetcher)
-        for _ in range(done):
-            next(fetcher)
-        return
-    combined.flattened = [rest]
-    combined.limits = None if limits is None else [limit - done for limit in limits]
-    iter(fetcher)  # has its own references to what it iterates over
-    combined.flattened, combined.limits = whole, limits

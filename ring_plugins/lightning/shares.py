@@ -22,14 +22,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
 from ring_plugins.core.groups import Group
 from ring_plugins.lightning.uneven import kept, weigh_logs
 from ring_plugins.torch.loaders import samplers_of
-from ring_plugins.torch.order import EveryNth, with_index
+from ring_plugins.torch.order import EveryNth, index_sampler, with_index
 
 
 class Shares:
@@ -55,6 +55,8 @@ class Shares:
         return isinstance(loader, DataLoader) and self._connector._requires_distributed_sampler(loader)
 
     def _prepare_loader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        if not self._strategy.is_distributed and mode.value == "train":
+            return _with_known_order(self._prepare(dataloader, shuffle=shuffle, mode=mode))
         if self._divides(dataloader) and mode.value != "predict":
             batches = dataloader.batch_sampler
             if any(hasattr(one, "num_replicas") for one in (batches, *samplers_of(dataloader))):
@@ -79,6 +81,20 @@ class Shares:
         pads = world.current().replaces or (not self._strategy._joins if is_training else drops)
         ranks = self._strategy.distributed_sampler_kwargs
         return EveryNth(sampler, **ranks, seed=seed, pads=pads, may_be_empty=is_training)
+
+
+def _with_known_order(loader: Any) -> Any:
+    """A loader of a job of one rank, which draws as before; but its order can be known, to go on in its middle."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    index, draws = index_sampler(loader), loader.sampler
+    is_torchs = type(index) is BatchSampler and index.sampler is draws
+    if any(hasattr(one, "num_replicas") for one in (index, *samplers_of(loader))):
+        return loader
+    if not hasattr(draws if is_torchs else index, "__len__"):
+        return loader
+    known = EveryNth(draws if is_torchs else index, 1, 0, None, may_be_empty=True)
+    return with_index(loader, BatchSampler(known, index.batch_size, index.drop_last) if is_torchs else known)
 
 
 class EvenEvaluation:

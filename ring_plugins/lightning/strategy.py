@@ -36,6 +36,7 @@ from ring_plugins.lightning.predictions import Predictions
 from ring_plugins.lightning.preemption import Preemption, is_sigterm
 from ring_plugins.lightning.process_group import metrics_within
 from ring_plugins.lightning.recovery import LossFollower
+from ring_plugins.lightning.resume import KEY, MidEpoch
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
 from ring_plugins.lightning.shares import EvenEvaluation, Shares
@@ -158,6 +159,8 @@ class RingTrainerLogic(RingParallelLogic):
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
         self._evaluation: EvenEvaluation | None = None
         self._gathers = gather_predictions
+        self._loaded: dict[str, Any] | None = None  # of the checkpoint from which `fit` goes on, what `MidEpoch` needs
+        self._mid_epoch: MidEpoch | None = None
         FailurePolicy.chosen(on_failure, min_ranks, max_ranks)  # raises if one is invalid
         policy = {"on_failure": on_failure, "min_ranks": min_ranks, "max_ranks": max_ranks}
         self.cluster_environment.failure_policy = policy
@@ -207,6 +210,7 @@ class RingTrainerLogic(RingParallelLogic):
         is_fitting = trainer.state.fn == "fit"
         self._undo_setup()
         self._preemption = Preemption(trainer, compares=False)
+        self._divide_data(trainer, is_fitting)
         if self._recovers:
             if self._layer_sync:
                 world.current().refuse_to_recover("Trainer(sync_batchnorm=True)")
@@ -227,7 +231,6 @@ class RingTrainerLogic(RingParallelLogic):
             loop = SameLoop(trainer, not self._recovers and self.world_size > 1, team, come_together)
             self._set_up.callback(loop.close)
             self._preemption = loop.preemption
-            self._set_up.callback(Shares(self, trainer).close)
             if self.world_size > 1 and not world.current().replaces and trainer.state.fn != "predict":
                 evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
                 self._evaluation = EvenEvaluation(evaluating, self.lightning_module, self.group)
@@ -263,6 +266,14 @@ class RingTrainerLogic(RingParallelLogic):
         self._local = LocalTraining(trainer, self.arguments, self.group)
         self._set_up.callback(self._local.close)
         return self._local.team, self._local.exchange
+
+    def _divide_data(self, trainer: Any, is_fitting: bool) -> None:
+        loaded, self._loaded = self._loaded, None
+        if is_fitting:
+            self._mid_epoch = MidEpoch(self, trainer, loaded)
+            self._set_up.callback(self._mid_epoch.close)
+        if is_fitting or self.is_distributed:
+            self._set_up.callback(Shares(self, trainer).close)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -394,12 +405,20 @@ class RingTrainerLogic(RingParallelLogic):
                 self._accumulates = before
 
     @override
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        self._loaded = {key: checkpoint[key] for key in (KEY, "loops") if key in checkpoint}
+        return checkpoint
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._mid_epoch is not None and "loops" in checkpoint:
+            checkpoint = {**checkpoint, KEY: self._mid_epoch.state()}
         if self._averager is not None:
             self._averager.check()
             if self._averager.steps and not has_failed():
                 self._averager.checks.weights.compare("before this checkpoint is saved", self._averager.communicator)
-        super().save_checkpoint(*args, **kwargs)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override
     def on_train_start(self) -> None:
@@ -466,7 +485,7 @@ class RingTrainerLogic(RingParallelLogic):
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
         self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
-        self._preemption = self._local = None
+        self._preemption = self._local = self._mid_epoch = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -480,6 +499,7 @@ class RingTrainerLogic(RingParallelLogic):
             "_evaluation": None,
             "_preemption": None,
             "_local": None,
+            "_mid_epoch": None,
             "_set_up": ExitStack(),
         }
 

@@ -101,6 +101,7 @@ class UnevenData:
         self.weight, self.ran_out, self.is_logging = 1.0, False, False
         self._full = 0  # samples of a full batch, if they are known
         self._drawn: int | None = None  # samples of an epoch, if they are known
+        self.rest: int | None = None  # those of this epoch, if it goes on in its middle
         self._differ, self._backwards = False, 0  # whether weights of ranks do, and the step's calls of `weighed`
         self._spare: Any = None  # a batch to run again
         self._results: Any = None
@@ -137,7 +138,7 @@ class UnevenData:
         loaders = loop._combined_loader.flattened
         sizes = [getattr(loader, "batch_size", None) for loader in loaders if isinstance(loader, DataLoader)]
         self._full = (sizes[0] or 0) if len(sizes) == len(loaders) == 1 else 0
-        # One that goes on in the middle of an epoch counts its batches from there.
+        # One that knows where it is goes on in the middle of an epoch by itself.
         has_length = self._full and loaders[0].batch_sampler is not None and not hasattr(loaders[0], "state_dict")
         self._drawn = len(loaders[0].sampler) if has_length and hasattr(loaders[0].sampler, "__len__") else None
         by_rank = ring.all_gather_object(loop.max_batches, group=self._group)
@@ -160,7 +161,7 @@ class UnevenData:
         try:
             self._run(_Fetcher(fetcher, self._next) if follows else fetcher)
         finally:
-            self.weight, self.ran_out = 1.0, False
+            self.weight, self.ran_out, self.rest = 1.0, False, None
             self._follow_logs(False)
 
     def _next(self, fetcher: Any) -> tuple[Any, bool]:
@@ -193,8 +194,9 @@ class UnevenData:
 
     def _samples_of(self, batch: Any, number: int) -> int:
         """How many samples the batch of this number in its epoch has; 0 if that is not known."""
-        if self._drawn is not None:
-            return max(0, min(self._full, self._drawn - number * self._full))
+        drawn = self._drawn if self.rest is None else self.rest
+        if drawn is not None:
+            return max(0, min(self._full, drawn - number * self._full))
         tensors = [one for one in tree_leaves(batch) if isinstance(one, Tensor)] if self._full else []
         lengths = {len(one) if one.dim() else 0 for one in tensors}
         length = lengths.pop() if len(lengths) == 1 else 0

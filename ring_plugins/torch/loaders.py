@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.world import current
+from ring_plugins.torch.order import resumed
 
 T = TypeVar("T")
 
@@ -94,18 +94,9 @@ def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[
     return _like(loader, batch_size=loader.batch_size, sampler=sampler, persistent_workers=loader.persistent_workers)
 
 
-def from_batch(loader: DataLoader[Any], skipped: int) -> DataLoader[Any] | None:
-    """A loader of the batches behind the first ones, for one epoch; None if `loader` has no sampler to skip in."""
-    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
-    return None if sampler is None else _like(loader, DataLoader, batch_sampler=_Rest(sampler, skipped))
-
-
 def batches_from(loader: Iterable[T], skipped: int) -> Iterator[T]:
     """The batches of a loader behind the first ones, which are not loaded if it is torch's with a sampler."""
-    if not skipped:
-        return iter(loader)
-    rest = from_batch(loader, skipped) if isinstance(loader, DataLoader) else None
-    return itertools.islice(loader, skipped, None) if rest is None else iter(rest)
+    return iter(resumed(loader, {"batches": skipped, "ranks": 1}, 1).loader if skipped else loader)
 
 
 def _like(loader: DataLoader[Any], kind: type[DataLoader[Any]] | None = None, **sampling: Any) -> DataLoader[Any]:
@@ -121,16 +112,3 @@ def _like(loader: DataLoader[Any], kind: type[DataLoader[Any]] | None = None, **
         prefetch_factor=loader.prefetch_factor,
         **sampling,
     )
-
-
-class _Rest(Sampler[list[int]]):
-    """The batches of a sampler behind the first ones."""
-
-    def __init__(self, sampler: Iterable[list[int]], skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(self._sampler, self._skipped, None)
-
-    def __len__(self) -> int:
-        return max(len(self._sampler) - self._skipped, 0)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -31,8 +31,9 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 T = TypeVar("T")
@@ -55,17 +56,17 @@ def order_of(sampler: Any, drawn_by: DrawnBy) -> list[Any]:
 
     Args:
         sampler: has heard of the epoch, if it has a `set_epoch`. A batch sampler draws batches.
-        drawn_by: the seed plus the epoch; or a state of torch's random numbers; or None: these are as they are.
+        drawn_by: the seed plus the epoch; or a state of torch's random numbers, which go on from there; or None: these
+            are as they are.
     """
     if isinstance(drawn_by, int) and type(sampler) is RandomSampler and _is_permutation(sampler):
         return shuffled(len(sampler), drawn_by)
-    if drawn_by is None:
+    if not isinstance(drawn_by, int):
+        if drawn_by is not None:
+            torch.set_rng_state(drawn_by.cpu())
         return list(sampler)
     with torch.random.fork_rng(devices=[]):
-        if isinstance(drawn_by, int):
-            torch.manual_seed(drawn_by)
-        else:
-            torch.set_rng_state(drawn_by.cpu())
+        torch.manual_seed(drawn_by)
         return list(sampler)
 
 
@@ -221,11 +222,11 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return found.whole if isinstance(found, Resumed) else found
 
 
-class Resumed(Sampler[Any]):
-    """A sampler whose next iteration is another one; everything else is its own.
+class Resumed:
+    """A sampler, or a loader, whose next iteration is another one; everything else is its own.
 
     Args:
-        whole: the sampler.
+        whole: the sampler or loader.
         first: what the next iteration yields.
     """
 
@@ -249,3 +250,108 @@ def with_index(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     vars(fresh)["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     vars(fresh)["_iterator"] = None
     return fresh
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches a loader or sampler has; None if it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def position_of(loader: Any, batches: int, ranks: int, begun: int = 0) -> dict[str, Any]:
+    """Where a loader is in its epoch, for a checkpoint.
+
+    Args:
+        batches: how many this rank has had of it since it began, or went on.
+        ranks: of the job.
+        begun: `begun` of the `Resumption` with which it went on.
+    """
+    division = division_of(loader)
+    if division is None:
+        return {"batches": begun + batches, "ranks": ranks}
+    length = len(division.whole)
+    consumed = min(begun + batches * division.unit * division.sampler.num_replicas, length)
+    checksum = getattr(division.sampler, "checksum", 0)
+    return {"consumed": consumed, "length": length, "drawn_by": division.drawn_by, "checksum": checksum}
+
+
+class Resumption(NamedTuple):
+    """A loader that goes on.
+
+    Attributes:
+        loader: its next iteration begins there, and all later ones at the beginning.
+        begun: what had been consumed there.
+        batches: how many there are on the rank that has most; None if that is not known.
+        draws: how many samples this rank draws in them, or batches of a batch sampler; None if that is not known.
+        problem: why the rest is not exactly what was left, "" if it is.
+    """
+
+    loader: Any
+    begun: int
+    batches: int | None
+    draws: int | None
+    problem: str
+
+
+def resumed(loader: Any, position: Mapping[str, Any], ranks: int) -> Resumption:
+    """Go on in the middle of an epoch.
+
+    Args:
+        loader: its samplers have heard of the epoch.
+        position: of this loader, by `position_of`.
+        ranks: of the job, now.
+    """
+    division = division_of(loader)
+    if division is not None and "consumed" in position:
+        return _divided(loader, division, position)
+    kind = _kind_of(loader)
+    if position.get("ranks") != ranks:
+        told = position.get("ranks", "another number of")
+        problem = (
+            f"{kind} cannot be divided anew: the checkpoint is of {told} ranks, and these are {ranks}. The data begins "
+            "anew, so samples are read twice. Resume with as many ranks, or use a dataset with a length, and a sampler "
+            "that Lightning divides."
+        )
+        return Resumption(loader, 0, None, None, problem)
+    skipped, problem = position["batches"], ""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        problem = (
+            f"{kind} has no order that could be known, so its first {skipped} batches are loaded and dropped. If it "
+            "does not yield the same in each run, samples are read twice: use a dataset with a length."
+        )
+        return Resumption(Resumed(loader, itertools.islice(loader, skipped, None)), skipped, None, None, problem)
+    index = index_sampler(loader)
+    if isinstance(loader.sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        problem = (
+            f"the {type(loader.sampler).__name__} of {kind} draws another order in each run, so samples are read "
+            "twice. Let the Trainer divide it among the ranks, which seeds it in each epoch."
+        )
+    first = itertools.islice(index, skipped, None)
+    length = length_of(index)
+    left = None if length is None else max(length - skipped, 0)
+    return Resumption(with_index(loader, Resumed(index, first)), skipped, left, None, problem)
+
+
+def _divided(loader: DataLoader[Any], division: Division, position: Mapping[str, Any]) -> Resumption:
+    order, own, consumed = order_of(division.whole, position["drawn_by"]), division.sampler, position["consumed"]
+    own.checksum, problem = _checksum(division.whole, order), ""
+    if len(order) != position["length"] or own.checksum != position["checksum"]:
+        problem = (
+            f"{_kind_of(loader)} draws {len(order)} samples or batches in another order than the {position['length']} "
+            "of which the checkpoint is, so some are read twice or never. Samplers need the same seed in each run."
+        )
+    draws, index = division.left(order, consumed), index_sampler(loader)
+    is_batched = index is not own
+    first: Iterable[Any] = BatchSampler(draws, division.unit, index.drop_last) if is_batched else draws
+    most = len(order) - min(consumed, len(order))
+    drops = getattr(own, "drop_last", False)
+    most = most // own.num_replicas if drops else -(-most // own.num_replicas)
+    batches = most // division.unit if is_batched and index.drop_last else -(-most // division.unit)
+    return Resumption(with_index(loader, Resumed(index, first)), consumed, batches, len(draws), problem)
+
+
+def _kind_of(loader: Any) -> str:
+    data = getattr(loader, "dataset", None)
+    return f"a {type(loader).__name__}" + (f" of {type(data).__name__}" if data is not None else "")

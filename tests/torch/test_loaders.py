@@ -41,8 +41,7 @@ def test_samples_before_the_rest_are_not_loaded():
             loaded.append(index)
             return index
 
-    rest = loaders.from_batch(DataLoader(Dataset(), 2), 2)
-    assert len(rest) == 1 and values(rest) == [[4, 5]] and loaded == [4, 5]
+    assert values(loaders.batches_from(DataLoader(Dataset(), 2), 2)) == [[4, 5]] and loaded == [4, 5]
 
 
 def test_a_loader_with_another_sampler_keeps_its_class_and_how_it_collates():
