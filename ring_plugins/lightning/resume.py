@@ -148,19 +148,25 @@ class MidEpoch:
         states = position.get(_STATES, [])
         if len(states) == self._ranks and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(states[self._strategy.global_rank])
-            return Resumption(loader, 0, None, None, "")
+            return Resumption(loader, 0, None, None, None, "")
         return resumed(loader, position, self._ranks)
 
     def _left(self, told: Mapping[str, Any]) -> int | None:
         """How many batches are left of the epoch; None if nobody knows."""
-        combined, known = self._fit._combined_loader, [one.batches for one in self._rest if one.batches is not None]
-        if len(known) < len(self._rest) or self._fit.max_batches == float("inf"):
+        left = self._together([one.batches for one in self._rest])
+        if left is None or self._fit.max_batches == float("inf"):
             return None
-        lengths = [length_of(loader) or 0 for loader in combined.flattened]
-        left = min(known) if combined._mode == "min_size" else known[lengths.index(max(lengths))]
         if told["total"] < float("inf"):  # Trainer(limit_train_batches=...) may leave some out
             left = min(left, -(-(told["total"] - told["batches"]) * told["ranks"] // self._ranks))
         return left
+
+    def _together(self, batches: list[int | None]) -> int | None:
+        """How many items a combined loader has, of whose loaders so many batches are left."""
+        combined, known = self._fit._combined_loader, [one for one in batches if one is not None]
+        if len(known) < len(batches) or not known:
+            return None
+        lengths = [length_of(loader) or 0 for loader in combined.flattened]
+        return min(known) if combined._mode == "min_size" else known[lengths.index(max(lengths))]
 
     def _count(self, done: int) -> None:
         current = self._epoch.batch_progress.current
@@ -201,11 +207,12 @@ class MidEpoch:
             iter(fetcher)
         if self._random is not None:
             torch.set_rng_state(self._random.cpu())
-        own = [one.draws for one in self._rest]
-        if len(own) == 1 and self._strategy._uneven is not None:
-            self._strategy._uneven.rest = own[0]
-        if self._longer:
-            fetcher.length = self._fit.max_batches
+        draws = [one.draws for one in self._rest]
+        if len(draws) == 1 and self._strategy._uneven is not None:
+            self._strategy._uneven.rest = draws[0]
+        own = self._together([one.own for one in self._rest])
+        if own is not None and fetcher.length is not None:
+            fetcher.length = min(self._epoch.batch_progress.current.ready + own, self._fit.max_batches)
 
     def join(self, told: Mapping[str, Any], fetcher: Any) -> None:
         """Be where the others are, which have told their `state`."""

@@ -26,10 +26,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
-from ring_plugins.core.groups import Group
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.lightning.uneven import kept, weigh_logs
-from ring_plugins.torch.loaders import samplers_of
-from ring_plugins.torch.order import EveryNth, index_sampler, with_index
+from ring_plugins.observe.same_samples import tell_if_same
+from ring_plugins.torch.loaders import checksum_of, samplers_of
+from ring_plugins.torch.order import EveryNth, division_of, index_sampler, with_index
 
 
 class Shares:
@@ -81,6 +82,29 @@ class Shares:
         pads = world.current().replaces or (not self._strategy._joins if is_training else drops)
         ranks = self._strategy.distributed_sampler_kwargs
         return EveryNth(sampler, **ranks, seed=seed, pads=pads, may_be_empty=is_training)
+
+
+def tell_if_undivided(loader: Any, batch: Any, group: Group | None) -> None:
+    """Warn where a loader that is not divided here has given ranks the same batch, their first one. Collective.
+
+    Args:
+        loader: the Trainer's combined one.
+        batch: of this rank; None if it has none.
+        group: of the ranks that train together.
+    """
+    communicator = communicator_of(group)
+    place = (communicator.rank, communicator.size)
+    divisions = [division_of(one) for one in loader.flattened]
+    samplers = [one and one.sampler for one in divisions]
+    divided = [(getattr(one, "rank", -1), getattr(one, "num_replicas", -1)) == place for one in samplers]
+    if all(communicator.all_gather_object(all(divided), "comparison of samples")):
+        return  # equal batches are equal data then, such as ones
+    tell_if_same(
+        checksum_of(batch),
+        communicator,
+        "Let Lightning divide the data (use_distributed_sampler=True, a dataset with a length), or divide it by "
+        "trainer.global_rank and trainer.world_size.",
+    )
 
 
 def _with_known_order(loader: Any) -> Any:

@@ -39,7 +39,7 @@ from ring_plugins.lightning.recovery import LossFollower
 from ring_plugins.lightning.resume import KEY, MidEpoch
 from ring_plugins.lightning.same_loop import SameLoop
 from ring_plugins.lightning.shared_step import SharedStep, SkipStepOn, exceptions_to_skip
-from ring_plugins.lightning.shares import EvenEvaluation, Shares
+from ring_plugins.lightning.shares import EvenEvaluation, Shares, tell_if_undivided
 from ring_plugins.lightning.sync_batchnorm import OwnSyncBatchNorm
 from ring_plugins.lightning.uneven import UnevenData
 from ring_plugins.observe.consistency import DriftCheck, chosen_interval
@@ -274,6 +274,16 @@ class RingTrainerLogic(RingParallelLogic):
             self._set_up.callback(self._mid_epoch.close)
         if is_fitting or self.is_distributed:
             self._set_up.callback(Shares(self, trainer).close)
+        if is_fitting and self.is_distributed and not self._recovers:
+            self.on_train_batch_start = self._begin_first_batch
+
+    def _begin_first_batch(self, batch: Any, batch_idx: int) -> None:
+        """In place of Lightning's hook in the first batch of `fit`, and only there."""
+        del self.on_train_batch_start
+        if self.world_size > 1:
+            own = None if self.ran_out else batch  # else it is another rank's
+            tell_if_undivided(self._trainer.fit_loop._combined_loader, own, self.group)
+        self.on_train_batch_start(batch, batch_idx)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -484,6 +494,7 @@ class RingTrainerLogic(RingParallelLogic):
         if self._averager is not None:
             self._waited_seconds += self._averager.waited_seconds
         self._set_up.close()
+        self.__dict__.pop("on_train_batch_start", None)
         self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
         self._preemption = self._local = self._mid_epoch = None
 
@@ -492,7 +503,7 @@ class RingTrainerLogic(RingParallelLogic):
         # Hooks and communication threads stay in the process they belong to.
         state: dict[str, Any] = super().__getstate__()
         return {
-            **state,
+            **{name: value for name, value in state.items() if name != "on_train_batch_start"},
             "_averager": None,
             "_shared_step": None,
             "_uneven": None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.world import current
-from ring_plugins.torch.order import resumed
+from ring_plugins.torch.order import resumed, shuffled
 
 T = TypeVar("T")
 
@@ -40,24 +42,46 @@ class ElasticSampler(Sampler[int]):
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
+        self._begin = 0
+        #: Of this iteration, where the number of shards changes: draws until then, samples of all ranks, and shards.
+        self._steps = [(0, 0, 1)]
+
+    @property
+    def whole(self) -> Sampler[int]:
+        """The sampler of the order that all ranks go through."""
+        return (RandomSampler if self._shuffle else SequentialSampler)(self._data)
+
+    @property
+    def drawn_by(self) -> int:
+        """What the order of this epoch is drawn by."""
+        return self._seed + self._epoch
+
+    def begin_at(self, consumed: int) -> None:
+        """Let the next iteration begin behind so many samples of the order, which all ranks together have drawn."""
+        self._begin = consumed
+
+    def consumed(self, draws: int) -> int:
+        """How many samples all ranks together have drawn when this one has drawn so many in this iteration."""
+        drawn, taken, shards = [step for step in self._steps if step[0] <= draws][-1]
+        return taken + (draws - drawn) * shards
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the epoch that begins; call it on all ranks before the loader is iterated over."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        count, taken = len(self._data), 0
-        order = torch.arange(count, device="cpu")
-        if self._shuffle:
-            generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
-            order = torch.randperm(count, generator=generator, device="cpu")
+        count, taken, self._begin = len(self._data), self._begin, 0
+        order = shuffled(count, self._seed + self._epoch) if self._shuffle else range(count)
+        drawn, self._steps = 0, [(0, taken, current().shard[1])]
         while True:
             # Read at each draw: they change in the middle of an epoch, on all ranks in the same operation.
             shard, shards = current().shard
             if taken + shards > count:
                 return
-            index = int(order[taken + shard])
-            taken += shards
+            if shards != self._steps[-1][2]:
+                self._steps.append((drawn, taken, shards))
+            index = order[taken + shard]
+            taken, drawn = taken + shards, drawn + 1
             yield index
 
     def __len__(self) -> int:
@@ -97,6 +121,15 @@ def with_sampler(loader: DataLoader[Any], sampler: Iterable[int]) -> DataLoader[
 def batches_from(loader: Iterable[T], skipped: int) -> Iterator[T]:
     """The batches of a loader behind the first ones, which are not loaded if it is torch's with a sampler."""
     return iter(resumed(loader, {"batches": skipped, "ranks": 1}, 1).loader if skipped else loader)
+
+
+def checksum_of(batch: Any) -> int:
+    """What tells a batch from others, by its tensors; 0 if it has none but zeros."""
+    found = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.count_nonzero():
+            found = zlib.crc32(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), found)
+    return found
 
 
 def _like(loader: DataLoader[Any], kind: type[DataLoader[Any]] | None = None, **sampling: Any) -> DataLoader[Any]:

@@ -177,13 +177,17 @@ class Division(NamedTuple):
         """The sampler of the whole order."""
         if isinstance(self.sampler, EveryNth):
             return self.sampler.dataset
+        if hasattr(self.sampler, "begin_at"):  # an `ElasticSampler`
+            return self.sampler.whole
         return (RandomSampler if self.sampler.shuffle else SequentialSampler)(self.sampler.dataset)
 
     @property
     def drawn_by(self) -> DrawnBy:
         """What the order of this epoch is drawn by."""
         own: Any = self.sampler
-        return own.drawn_by if isinstance(own, EveryNth) else own.seed + own.epoch
+        return (
+            own.seed + own.epoch if isinstance(own, DistributedSampler) and type(own) is not EveryNth else own.drawn_by
+        )
 
     def left(self, order: list[Any], consumed: int) -> list[Any]:
         """What this rank draws behind what all have consumed, with the same repetitions as in a whole epoch."""
@@ -211,8 +215,10 @@ def division_of(loader: Any) -> Division | None:
 
 
 def _is_known(sampler: Any) -> bool:
-    return isinstance(sampler, EveryNth) or (
-        isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+    return (
+        isinstance(sampler, EveryNth)
+        or hasattr(sampler, "begin_at")
+        or (isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__)
     )
 
 
@@ -237,8 +243,9 @@ class Resumed:
         return getattr(vars(self)["whole"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator, so that one of which nothing is asked does not count: loaders with workers make two.
         first, self._first = self._first, None
-        return iter(self.whole if first is None else first)
+        yield from self.whole if first is None else first
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -272,7 +279,11 @@ def position_of(loader: Any, batches: int, ranks: int, begun: int = 0) -> dict[s
     if division is None:
         return {"batches": begun + batches, "ranks": ranks}
     length = len(division.whole)
-    consumed = min(begun + batches * division.unit * division.sampler.num_replicas, length)
+    if hasattr(division.sampler, "consumed"):
+        consumed = division.sampler.consumed(batches * division.unit)
+    else:
+        consumed = begun + batches * division.unit * division.sampler.num_replicas
+    consumed = min(consumed, length)
     checksum = getattr(division.sampler, "checksum", 0)
     return {"consumed": consumed, "length": length, "drawn_by": division.drawn_by, "checksum": checksum}
 
@@ -284,6 +295,7 @@ class Resumption(NamedTuple):
         loader: its next iteration begins there, and all later ones at the beginning.
         begun: what had been consumed there.
         batches: how many there are on the rank that has most; None if that is not known.
+        own: how many there are on this rank; None if that is not known.
         draws: how many samples this rank draws in them, or batches of a batch sampler; None if that is not known.
         problem: why the rest is not exactly what was left, "" if it is.
     """
@@ -291,6 +303,7 @@ class Resumption(NamedTuple):
     loader: Any
     begun: int
     batches: int | None
+    own: int | None
     draws: int | None
     problem: str
 
@@ -314,14 +327,14 @@ def resumed(loader: Any, position: Mapping[str, Any], ranks: int) -> Resumption:
             "anew, so samples are read twice. Resume with as many ranks, or use a dataset with a length, and a sampler "
             "that Lightning divides."
         )
-        return Resumption(loader, 0, None, None, problem)
+        return Resumption(loader, 0, None, None, None, problem)
     skipped, problem = position["batches"], ""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         problem = (
             f"{kind} has no order that could be known, so its first {skipped} batches are loaded and dropped. If it "
             "does not yield the same in each run, samples are read twice: use a dataset with a length."
         )
-        return Resumption(Resumed(loader, itertools.islice(loader, skipped, None)), skipped, None, None, problem)
+        return Resumption(Resumed(loader, itertools.islice(loader, skipped, None)), skipped, None, None, None, problem)
     index = index_sampler(loader)
     if isinstance(loader.sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
         problem = (
@@ -331,25 +344,30 @@ def resumed(loader: Any, position: Mapping[str, Any], ranks: int) -> Resumption:
     first = itertools.islice(index, skipped, None)
     length = length_of(index)
     left = None if length is None else max(length - skipped, 0)
-    return Resumption(with_index(loader, Resumed(index, first)), skipped, left, None, problem)
+    return Resumption(with_index(loader, Resumed(index, first)), skipped, left, left, None, problem)
 
 
 def _divided(loader: DataLoader[Any], division: Division, position: Mapping[str, Any]) -> Resumption:
-    order, own, consumed = order_of(division.whole, position["drawn_by"]), division.sampler, position["consumed"]
-    own.checksum, problem = _checksum(division.whole, order), ""
+    own, consumed, problem = division.sampler, position["consumed"], ""
+    order = order_of(division.whole, position["drawn_by"])
+    own.checksum = _checksum(division.whole, order)
     if len(order) != position["length"] or own.checksum != position["checksum"]:
         problem = (
             f"{_kind_of(loader)} draws {len(order)} samples or batches in another order than the {position['length']} "
             "of which the checkpoint is, so some are read twice or never. Samplers need the same seed in each run."
         )
-    draws, index = division.left(order, consumed), index_sampler(loader)
+    index = index_sampler(loader)
+    if hasattr(own, "begin_at"):
+        own.begin_at(consumed)
+        return Resumption(loader, consumed, None, None, None, problem)
+    draws = division.left(order, consumed)
     is_batched = index is not own
     first: Iterable[Any] = BatchSampler(draws, division.unit, index.drop_last) if is_batched else draws
     most = len(order) - min(consumed, len(order))
-    drops = getattr(own, "drop_last", False)
-    most = most // own.num_replicas if drops else -(-most // own.num_replicas)
-    batches = most // division.unit if is_batched and index.drop_last else -(-most // division.unit)
-    return Resumption(with_index(loader, Resumed(index, first)), consumed, batches, len(draws), problem)
+    most = most // own.num_replicas if getattr(own, "drop_last", False) else -(-most // own.num_replicas)
+    drops = is_batched and index.drop_last
+    batches, mine = (n // division.unit if drops else -(-n // division.unit) for n in (most, len(draws)))
+    return Resumption(with_index(loader, Resumed(index, first)), consumed, batches, mine, len(draws), problem)
 
 
 def _kind_of(loader: Any) -> str:

@@ -19,6 +19,8 @@ and Lightning has batch normalization no longer track its statistics. So do the 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -29,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.joining.join import if_different
@@ -39,10 +42,13 @@ from ring_plugins.observe.consistency import common_place
 from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.device import is_on_gpu
 from ring_plugins.torch.gradients import GradientAverager
-from ring_plugins.torch.loaders import batches_from, divide_anew
+from ring_plugins.torch.loaders import batches_from, divide_anew, samplers_of
+from ring_plugins.torch.order import position_of, resumed
 from ring_plugins.torch.tensor_memory import dense_memory, is_dense
 
 T = TypeVar("T")
+#: What `state_dict` has beside the script's own values, whose names do not begin so.
+_POSITION = "_position"
 
 
 @runtime_checkable
@@ -87,9 +93,13 @@ class TrainingState(ListedState):
         #: Batches of this epoch that are done, and how many it has; 0 and None outside of `batches`.
         self._batch = 0
         self._batches: int | None = None
+        #: Where this epoch has gone on, or the next call of `batches` is to go on; and what had been consumed there.
+        self._position: dict[str, Any] | None = None
+        self._begun = 0
         self._resumes = False
         #: Whether `batches` runs, and over which data; and that of the last one in which `commit` was called.
         self._is_in_epoch, self._data = False, None
+        self._loader: Any = None
         self._trained_on: Any = None
         #: Whether there is such data, and the number of shards in the last epoch; a joiner gets the others'.
         self._commits_within, self._shards = False, current().members.shards
@@ -99,8 +109,38 @@ class TrainingState(ListedState):
             self._join("average gradients and call TrainingState.commit()")
             self._resumes = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state, for a checkpoint, which one rank writes; within `batches` also where in the data ranks are.
+
+        Call it at the end of a step, on all ranks if an optimizer is sharded.
+        """
+        state = {name: getattr(self, name) for name in self._names}
+        found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
+        if self._loader is not None:
+            inner, calls = _inside(self._loader)
+            found[_POSITION] = position_of(inner, self._batch, current().shard[1], self._begun)
+            if calls is not None:
+                found[_POSITION]["calls"] = calls - 1
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint, with any number of ranks; the next call of `batches` goes on where it was made.
+
+        Args:
+            state_dict: what `state_dict` returned. Values of other names stay as they are.
+        """
+        for name, value in state_dict.items():
+            if name in self._names:
+                mine = getattr(self, name)
+                mine.load_state_dict(value) if isinstance(mine, Stateful) else setattr(self, name, value)
+        self._position = state_dict.get(_POSITION)
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over a loader; a process that joined in the middle of an epoch begins with the next batch.
+
+        Behind `load_state_dict`, the first call goes on in the middle of the epoch in which the checkpoint was made.
+        With another number of ranks, they divide what is left, if a `DistributedSampler` or an `ElasticSampler` chooses
+        the samples.
 
         Args:
             loader: must have the same number of batches on all ranks, even after a loss: make its sampler once, with
@@ -136,13 +176,36 @@ class TrainingState(ListedState):
                         "joined. Make samplers once, with ring.size() and ring.rank() as they are when the script "
                         "starts."
                     )
-        self._batch, self._batches, self._is_in_epoch, self._data = skipped, length, True, data
+        source = batches_from(loader, skipped)
+        if self._position is not None:
+            source = itertools.islice(self._gone_on(loader, self._position), skipped, None)
+        self._batch, self._batches, self._is_in_epoch, self._data, self._loader = skipped, length, True, data, loader
         try:
-            for batch in batches_from(loader, skipped):
+            for batch in source:
                 self._batch += 1
                 yield batch
         finally:
-            self._batch, self._batches, self._is_in_epoch, self._data = 0, None, False, None
+            self._batch, self._batches, self._is_in_epoch, self._data, self._loader = 0, None, False, None, None
+            self._position, self._begun = None, 0
+
+    def _gone_on(self, loader: Any, position: dict[str, Any]) -> Iterator[Any]:
+        """The batches of a loader behind a position."""
+        inner, calls = _inside(loader)
+        if calls is not None:
+            loader._num_iter_calls = position.get("calls", calls)
+            for sampler in (*samplers_of(inner), inner.batch_sampler):
+                if callable(getattr(sampler, "set_epoch", None)):
+                    sampler.set_epoch(loader._num_iter_calls)
+        found = resumed(inner, position, current().shard[1])
+        if found.problem and current().communicator.rank == 0:
+            logger.warning(f"TrainingState goes on in the middle of an epoch, but {found.problem}")
+        self._begun = found.begun
+        if inner is loader:
+            return iter(found.loader)
+        outer = copy.copy(loader)
+        vars(outer)["_dataloader"] = found.loader
+        loader._num_iter_calls += 1
+        return iter(outer)
 
     def commit(self) -> None:
         """Let waiting processes join here; call it on all ranks at the end of each step or the beginning of each epoch.
@@ -178,7 +241,7 @@ class TrainingState(ListedState):
         """All that a joiner needs; apart from tensors, it shares nothing with the live objects."""
         state = {name: getattr(self, name) for name in self._names}
         found = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in state.items()}
-        own = ("_batch", "_batches", "_commits_within", "_shards")
+        own = ("_batch", "_batches", "_commits_within", "_shards", "_position")
         return {**found, **{name: getattr(self, name) for name in own}, "_trained": trained_parts(state)}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -197,6 +260,12 @@ class TrainingState(ListedState):
     def _integers(self) -> dict[str, int]:
         """What says where this rank is; calls are counted, so that passes compare the same one on all ranks."""
         return {**self._integers_of(self._names), "batches": self._batch, "calls of commit": self._commits}
+
+
+def _inside(loader: Any) -> tuple[Any, int | None]:
+    """A loader without what Fabric 2.6.6 has put around it, and how often that was iterated over."""
+    inner = vars(loader).get("_dataloader") if hasattr(loader, "__dict__") else None
+    return (loader, None) if inner is None else (inner, loader._num_iter_calls)
 
 
 def share_state(state: Callable[[], dict[str, Any]], joined: Sequence[int]) -> dict[str, Any] | None:

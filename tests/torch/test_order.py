@@ -111,6 +111,7 @@ def test_as_many_ranks_go_on_with_the_batches_that_were_left(kind, size, batches
         loader = loader_of(kind, size, rank)
         whole = drawn(loader)
         found = resumed(loader_of(kind, size, rank), position_of(loader, batches, size), size)
+        iter(found.loader.batch_sampler or found.loader.sampler)  # as a loader with workers does
         assert drawn(found.loader) == whole[batches:] and not found.problem
         assert drawn(found.loader) == whole  # from then on
         twice = resumed(loader_of(kind, size, rank), position_of(found.loader, 1, size, found.begun), size)
@@ -131,6 +132,7 @@ def test_another_number_of_ranks_reads_what_was_left_and_nothing_else(kind, size
     assert not set(read) & set(left) or kind in ("shuffled", "random sampler")  # which repeat up to after - 1
     assert len(left) - len(set(left)) + len(set(read) & set(left)) < after
     assert len(set(read + left)) == 23 if kind != "cut" else len(set(read + left)) > 23 - after
+    assert [one.own for one in found] == [len(batches) for batches in numbers]
     if kind != "batches":
         assert [one.draws for one in found] == [sum(map(len, batches)) for batches in numbers]
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ring_plugins.torch import ElasticSampler, loaders
+from ring_plugins.torch.order import position_of, resumed
 from tests.launch import run_ranks
 
 
@@ -121,3 +122,36 @@ def test_the_order_of_an_epoch_is_drawn_on_the_cpu_whatever_the_default_device(m
     monkeypatch.setattr(loaders, "current", lambda: SimpleNamespace(shard=(0, 1)))
     with torch.device("meta"):
         assert sorted(ElasticSampler(range(5))) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_rest_of_an_epoch_is_divided_by_a_checkpoint_s_number_on_any_number_of_ranks(monkeypatch, shuffle):
+    def ranks(count):
+        for rank in range(count):
+            monkeypatch.setattr(loaders, "current", lambda at=rank: SimpleNamespace(shard=(at, count)))
+            sampler = ElasticSampler(range(20), shuffle, seed=3)
+            sampler.set_epoch(1)
+            yield DataLoader(range(20), 2, sampler=sampler)
+
+    read, positions = [], []
+    for loader in ranks(2):
+        batches = iter(loader)
+        read += [*next(batches).tolist(), *next(batches).tolist()]
+        positions.append(position_of(loader, 2, 2))
+    assert positions[0] == positions[1] and positions[0]["consumed"] == 8
+    left = []
+    for loader in ranks(3):
+        rest = resumed(loader, positions[0], 3)
+        left += [one for batch in rest.loader for one in batch.tolist()]
+        assert position_of(loader, 2, 3)["consumed"] == 20 and sum(map(len, loader)) == 6
+    assert sorted(read + left) == list(range(20))
+
+
+def test_what_was_consumed_follows_the_number_of_shards(monkeypatch):
+    shards = [4]
+    monkeypatch.setattr(loaders, "current", lambda: SimpleNamespace(shard=(0, shards[0])))
+    draws = iter(sampler := ElasticSampler(range(20), shuffle=False))
+    drawn = [next(draws), next(draws)]
+    shards[0] = 2
+    assert [*drawn, *draws] == [0, 4, 8, 10, 12, 14, 16, 18]
+    assert [sampler.consumed(count) for count in range(5)] == [0, 4, 8, 10, 12]

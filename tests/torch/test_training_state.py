@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import MismatchError
 from ring_plugins.core.world import current
-from ring_plugins.torch import TrainingState, training_state
+from ring_plugins.torch import ElasticSampler, TrainingState, training_state
 from ring_plugins.torch.training_state import share_state, take_trained_parts, trained_parts
 from tests.joiners import wait_for_joiners
 from tests.launch import run_ranks, slowness
@@ -250,3 +251,43 @@ def test_processes_join_and_leave_where_a_loop_averages_by_itself_and_calls_comm
     assert found == [found[0]] * 3, str(result)
     assert found[0]["numbers"] == [0, 3, 4]
     assert "rank 2 (process" in result.output and "left on SIGTERM" in result.output
+
+
+@pytest.fixture
+def _alone():
+    yield
+    ring.shutdown()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_loop_goes_on_in_the_middle_of_an_epoch_with_equal_bits(tmp_path, elastic):
+    ring.init(ranks=1)
+
+    def fit(stops, resumes=False):
+        model, read = nn.Linear(1, 1), []
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5)
+        data = torch.arange(10.0).unsqueeze(1)
+        sampler = ElasticSampler(data, seed=2) if elastic else DistributedSampler(data, 1, 0, seed=2)
+        loader = DataLoader(data, 2, sampler=sampler)
+        state = TrainingState(model=model, optimizer=optimizer, epoch=0)
+        if resumes:
+            state.load_state_dict(torch.load(tmp_path / "state.pt"))
+        for state.epoch in range(state.epoch, 3):  # noqa: B020 - as the docs show it
+            sampler.set_epoch(state.epoch)
+            for batch in state.batches(loader):
+                read.append((state.epoch, batch.flatten().tolist()))
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                state.commit()
+                if len(read) in stops:
+                    torch.save(state.state_dict(), tmp_path / "state.pt")
+        return read, model.weight.item()
+
+    whole, weight = fit({8})
+    assert fit({2}, resumes=True) == (whole[8:], weight)
+    # The second checkpoint is of the last batch of epoch 1, behind which the rest of it is empty.
+    assert fit({}, resumes=True) == (whole[10:], weight)
