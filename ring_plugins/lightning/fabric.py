@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 from torch.nn import Module
+from torch.utils.data import BatchSampler, SequentialSampler
 from typing_extensions import override
 
 from ring_plugins.core.arrays.codec import CodecName
@@ -17,9 +19,12 @@ from ring_plugins.core.groups import Group
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
+from ring_plugins.lightning.shares import with_every_nth
 from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
 from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.join import join
+from ring_plugins.torch.order import is_permutation
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 
@@ -111,6 +116,30 @@ class RingFabricLogic(RingParallelLogic):
             return GradientAverager(own, **self._averager_arguments).skip_step_on(*exceptions)
         return self.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
 
+    def join(self, *parts: Any, batch_size: int = 1, passes: int = 1) -> join:
+        """Let ranks with different numbers of batches train to the end of the longest.
+
+            with fabric.strategy.join(model, optimizer, scheduler):
+                for batch in loader:
+                    ...  # a step as always
+
+        Args:
+            parts: What ``fabric.setup`` returned, and what else a step changes that has a `state_dict`.
+            batch_size, passes: See `ring_plugins.torch.join`.
+
+        Raises:
+            ArgumentError: A module has not been set up, or there is none.
+        """
+        followed = list[Any]()
+        for part in parts:
+            if not isinstance(part, Module):
+                followed.append(getattr(part, "optimizer", part) if hasattr(part, "param_groups") else part)
+                continue
+            own = getattr(part, "_forward_module", part)
+            is_alone = self.world_size == 1
+            followed.append(GradientAverager(own) if is_alone else self.averager_of(own, "join"))
+        return join(*followed, batch_size=batch_size, passes=passes)
+
     @override
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Shard it if wanted, and compare its options among ranks with the gradients of the modules it updates.
@@ -133,6 +162,15 @@ class RingFabricLogic(RingParallelLogic):
             return optimizer.state_dict(to=self.first_rank)
         state: dict[str, Any] = super().get_optimizer_state(optimizer)
         return state
+
+    def divided(self, loader: Any) -> Any:
+        """A loader of which this rank reads every n-th sample or batch in its order; itself if Fabric divides it so."""
+        draws, batches = loader.sampler, loader.batch_sampler
+        is_torchs = batches is None or (type(batches) is BatchSampler and batches.sampler is draws)
+        if is_torchs and (type(draws) is SequentialSampler or is_permutation(draws)):
+            return loader
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return with_every_nth(loader, **self.distributed_sampler_kwargs, seed=seed, pads=True)
 
     @override
     def module_to_device(self, module: Module) -> None:

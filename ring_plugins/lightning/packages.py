@@ -126,6 +126,7 @@ def _strategies(name: str, trainer: str, fabric: str) -> Strategies:
     of(f"{fabric}.plugins.environments.cluster_environment", "ClusterEnvironment").register(RingEnvironment)
     of(f"{fabric}.strategies.strategy", "_BackwardSyncControl").register(BackwardSyncControl)
     _keep_lightning_from_starting_mpi(of(f"{fabric}.plugins.environments.mpi", "MPIEnvironment"))
+    _keep_orders(of(f"{fabric}.fabric", "Fabric"))
     # Let ``trainer.fit(torch.compile(model))`` accept it. Lightning 2.6.6, pytorch/utilities/compile.py:118, asks for
     # an instance of ``SingleDeviceStrategy``, ``DDPStrategy`` or ``FSDPStrategy``, and asks nowhere else in the pytorch
     # package for the first. In what matters to the compiler our strategy is one: this process drives one device and
@@ -198,6 +199,26 @@ def _keep_lightning_from_starting_mpi(mpi_environment: Any) -> None:
         return detect().launcher.uses_mpi and asks_mpi()
 
     mpi_environment.detect = staticmethod(is_started_by_mpi)
+
+
+def _keep_orders(fabric: Any) -> None:
+    """Let ``fabric.setup_dataloaders`` ask our strategy first how a loader is divided.
+
+    Lightning 2.6.6, fabric/fabric.py:467: a sampler of the script's may draw otherwise on each rank, and a batch
+    sampler is made again from its class, over other samples; lists of batches are rejected.
+    """
+    set_up = fabric._setup_dataloader
+
+    def _setup_dataloader(
+        self: Any, dataloader: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        divides = use_distributed_sampler and isinstance(self._strategy, RingFabricLogic)
+        if divides and self._requires_distributed_sampler(dataloader):
+            divided = self._strategy.divided(dataloader)
+            dataloader, use_distributed_sampler = divided, divided is dataloader
+        return set_up(self, dataloader, use_distributed_sampler, move_to_device)
+
+    fabric._setup_dataloader = _setup_dataloader
 
 
 # Packages imported later --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
@@ -30,7 +30,7 @@ from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.lightning.uneven import kept, weigh_logs
 from ring_plugins.observe.same_samples import tell_if_same
 from ring_plugins.torch.loaders import checksum_of, samplers_of
-from ring_plugins.torch.order import EveryNth, division_of, index_sampler, with_index
+from ring_plugins.torch.order import EveryNth, division_of, index_sampler, is_permutation, with_index
 
 
 class Shares:
@@ -57,7 +57,9 @@ class Shares:
 
     def _prepare_loader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
         if not self._strategy.is_distributed and mode.value == "train":
-            return _with_known_order(self._prepare(dataloader, shuffle=shuffle, mode=mode))
+            # It draws as before, but its order can be known, to go on in its middle (`resume`).
+            alone = {"num_replicas": 1, "rank": 0, "seed": None, "may_be_empty": True}
+            return with_every_nth(self._prepare(dataloader, shuffle=shuffle, mode=mode), **alone)
         if self._divides(dataloader) and mode.value != "predict":
             batches = dataloader.batch_sampler
             if any(hasattr(one, "num_replicas") for one in (batches, *samplers_of(dataloader))):
@@ -69,7 +71,7 @@ class Shares:
 
     def _sampler_for(self, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         sampler = dataloader.sampler
-        shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+        shuffles = is_permutation(sampler)
         is_training = mode is not None and mode.value == "train"
         keeps = (is_training and shuffles) or (mode is not None and mode.value == "predict")
         if not self._divides(dataloader) or keeps or not hasattr(sampler, "__len__"):
@@ -107,18 +109,22 @@ def tell_if_undivided(loader: Any, batch: Any, group: Group | None) -> None:
     )
 
 
-def _with_known_order(loader: Any) -> Any:
-    """A loader of a job of one rank, which draws as before; but its order can be known, to go on in its middle."""
+def with_every_nth(loader: Any, **options: Any) -> Any:
+    """A loader that divides what its sampler draws, or, if it has a batch sampler of its own, whole batches.
+
+    Args:
+        loader: stays as it is if it divides itself, or if nobody knows how much it draws.
+        options: of `EveryNth`.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     index, draws = index_sampler(loader), loader.sampler
     is_torchs = type(index) is BatchSampler and index.sampler is draws
-    if any(hasattr(one, "num_replicas") for one in (index, *samplers_of(loader))):
+    divides = any(hasattr(one, "num_replicas") for one in (index, *samplers_of(loader)))
+    if divides or not hasattr(draws if is_torchs else index, "__len__"):
         return loader
-    if not hasattr(draws if is_torchs else index, "__len__"):
-        return loader
-    known = EveryNth(draws if is_torchs else index, 1, 0, None, may_be_empty=True)
-    return with_index(loader, BatchSampler(known, index.batch_size, index.drop_last) if is_torchs else known)
+    share = EveryNth(draws if is_torchs else index, **options)
+    return with_index(loader, BatchSampler(share, index.batch_size, index.drop_last) if is_torchs else share)
 
 
 class EvenEvaluation:

@@ -59,7 +59,7 @@ def order_of(sampler: Any, drawn_by: DrawnBy) -> list[Any]:
         drawn_by: the seed plus the epoch; or a state of torch's random numbers, which go on from there; or None: these
             are as they are.
     """
-    if isinstance(drawn_by, int) and type(sampler) is RandomSampler and _is_permutation(sampler):
+    if isinstance(drawn_by, int) and is_permutation(sampler):
         return shuffled(len(sampler), drawn_by)
     if not isinstance(drawn_by, int):
         if drawn_by is not None:
@@ -70,8 +70,9 @@ def order_of(sampler: Any, drawn_by: DrawnBy) -> list[Any]:
         return list(sampler)
 
 
-def _is_permutation(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and sampler._num_samples is None
+def is_permutation(sampler: Any) -> bool:
+    """Whether a sampler is torch's that shuffles, and draws each sample once."""
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
 def rest(order: Sequence[T], consumed: int, rank: int, size: int, unit: int = 1) -> list[T]:

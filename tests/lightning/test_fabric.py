@@ -174,3 +174,82 @@ def test_learning_rates_that_differ_are_an_error_in_that_step() -> None:
     for step, text in found:
         assert step == 2
         assert "rank 0: lr=0.1" in text and "rank 1: lr=0.2" in text
+
+
+DATA = """
+import os
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, WeightedRandomSampler
+import ring_plugins as ring
+from ring_plugins.lightning import RingFabricStrategy
+from ring_plugins.torch import TrainingState
+from tests.worker import report
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=RingFabricStrategy())
+fabric.launch()
+fabric.seed_everything(1 + ring.rank(), verbose=False)
+os.environ["PL_GLOBAL_SEED"] = "1"
+data = torch.arange(10.0).unsqueeze(1)
+
+def read(loader):
+    return [batch.int().flatten().tolist() for batch in loader]
+
+order = [9, 7, 5, 3, 1, 0, 2, 4, 6, 8]
+report("order", read(fabric.setup_dataloaders(DataLoader(data, 2))))
+report("sampler", read(fabric.setup_dataloaders(DataLoader(data, 2, sampler=order))))
+report("batches", read(fabric.setup_dataloaders(DataLoader(data, batch_sampler=[[0, 1, 2], [5], [9, 3], [4]]))))
+weighted = WeightedRandomSampler(torch.ones(10), 10, replacement=False)
+report("weighted", read(fabric.setup_dataloaders(DataLoader(data, 1, sampler=weighted))))
+
+def train(saves, path=None):
+    torch.manual_seed(1)
+    network = torch.nn.Linear(1, 1)
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.001))
+    loader = fabric.setup_dataloaders(DataLoader(data, 1, shuffle=True))
+    state, seen = TrainingState(model=model, optimizer=optimizer, epoch=0), []
+    if path:
+        state.load_state_dict(torch.load(path))
+    for state.epoch in range(state.epoch, 3):
+        for batch in state.batches(loader):
+            seen.append(batch.item())
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) == saves and ring.rank() == 0:
+                torch.save(state.state_dict(), os.environ["TEST_PATH"])
+    fabric.barrier()
+    return seen, network.weight.item()
+
+whole, weight = train(8)
+report("resumed", train(0, os.environ["TEST_PATH"]) == (whole[8:], weight))
+
+torch.manual_seed(1)
+network = torch.nn.Linear(1, 1)
+reference = torch.nn.Linear(1, 1)
+reference.load_state_dict(network.state_dict())
+model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.001))
+with fabric.strategy.join(model, optimizer):
+    for batch in data[: 5 - 2 * ring.rank()]:
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+plain = torch.optim.SGD(reference.parameters(), lr=0.001)
+for batch in data[:5]:
+    plain.zero_grad()
+    reference(batch).square().mean().backward()
+    plain.step()
+report("joined", torch.allclose(network.weight, reference.weight, atol=1e-6))
+"""
+
+
+@pytest.mark.slow
+def test_loaders_keep_their_order_and_loops_go_on_in_mid_epoch_and_to_the_end_of_the_longest(tmp_path) -> None:
+    result = run_ranks(DATA, 2, env={"TEST_PATH": str(tmp_path / "state.pt")}, timeout=240)
+    assert result.values("order") == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    assert result.values("sampler") == [[[9, 5], [1, 2], [6]], [[7, 3], [0, 4], [8]]]
+    assert result.values("batches") == [[[0, 1, 2], [9, 3]], [[5], [4]]]
+    weighted = result.values("weighted")
+    assert sorted(number for share in weighted for batch in share for number in batch) == list(range(10))
+    assert result.values("resumed") == [True, True]
+    assert result.values("joined") == [True, True]
