@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import ring_plugins as ring
 from ring_plugins.lightning import RingStrategy
+from ring_plugins.torch.order import shuffled
 from tests.launch import run_ranks
 
 
@@ -90,6 +91,21 @@ def test_it_ends_as_without_an_interruption_and_repeats_batches_behind_the_last_
     assert len(told) == (kind == "without an order") and all("a DataLoader of Numbers" in text for text in told)
 
 
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("before", [2, 3])
+def test_a_checkpoint_of_more_ranks_goes_on_at_another_number_so_that_the_epoch_ends_where_all_do(tmp_path, before):
+    path = str(tmp_path / "middle.ckpt")
+    fit(DataLoader(data(), 2, shuffle=True), path, 3)
+    checkpoint = torch.load(path, weights_only=False)
+    consumed, order = 3 * 2 * before, shuffled(20, 4)
+    position = {"consumed": consumed, "length": 20, "drawn_by": 4, "checksum": 0}
+    checkpoint["ring_plugins"] = {"batches": 3, "total": -(-10 // before), "ranks": before, "loaders": [position]}
+    torch.save(checkpoint, path)
+    rest, _ = fit(DataLoader(data(), 2, shuffle=True), path, resumes=True)
+    left = [[1, consumed // 2 + i, order[at : at + 2]] for i, at in enumerate(range(consumed, 20, 2))]
+    assert rest[: len(left)] == left and rest[len(left)][:2] == [2, 0] and len(rest) == len(left) + 10
+
+
 SCRIPT = """
 import os
 from torch.utils.data import DataLoader
@@ -110,7 +126,7 @@ loaders = {
 }
 for name, (loader, options) in loaders.items():
     if name != "iterable" or ranks == 2:
-        report(name, fit(loader(), f"{path}/{name}", 3, ranks, resumes, **options))
+        report(name, fit(loader(), f"{path}/{name}", 0 if resumes else 3, ranks, resumes, **options))
 """
 
 
