@@ -101,12 +101,7 @@ def tell_if_undivided(loader: Any, batch: Any, group: Group | None) -> None:
     divided = [(getattr(one, "rank", -1), getattr(one, "num_replicas", -1)) == place for one in samplers]
     if all(communicator.all_gather_object(all(divided), "comparison of samples")):
         return  # equal batches are equal data then, such as ones
-    tell_if_same(
-        checksum_of(batch),
-        communicator,
-        "Let Lightning divide the data (use_distributed_sampler=True, a dataset with a length), or divide it by "
-        "trainer.global_rank and trainer.world_size.",
-    )
+    tell_if_same(checksum_of(batch), communicator)
 
 
 def with_every_nth(loader: Any, **options: Any) -> Any:
