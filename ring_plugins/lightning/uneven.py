@@ -96,12 +96,13 @@ class UnevenData:
         is_logging: whether a value that is being reduced is a batch's.
     """
 
+    rest: int | None = None  # samples that this rank draws in this epoch, if it goes on in its middle
+
     def __init__(self, strategy: Any, trainer: Any, loop: SameLoop, group: Group | None = None) -> None:
         self._strategy, self._trainer, self._same_loop, self._group = strategy, trainer, loop, group
         self.weight, self.ran_out, self.is_logging = 1.0, False, False
         self._full = 0  # samples of a full batch, if they are known
         self._drawn: int | None = None  # samples of an epoch, if they are known
-        self.rest: int | None = None  # those of this epoch, if it goes on in its middle
         self._differ, self._backwards = False, 0  # whether weights of ranks do, and the step's calls of `weighed`
         self._spare: Any = None  # a batch to run again
         self._results: Any = None
