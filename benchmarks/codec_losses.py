@@ -3,8 +3,8 @@
     mpirun -n 4 python benchmarks/codec_losses.py        # ten minutes
 
 A perceptron and a convolutional network on scanned digits, and the character GPT of local_updates.py on the sources of
-the standard library. The ranks count as two hosts with two ranks each. With one seed, weights, batches and steps are the
-same for all codecs. The loss is that of samples that nobody trains on; writes benchmarks/results.
+the standard library. The ranks count as two hosts with two ranks each. With one seed, weights, batches and steps are
+the same for all codecs. The loss is that of samples that nobody trains on; writes benchmarks/results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import ring_plugins as ring
 from ring_plugins.torch import DistributedOptimizer
 
 CODECS = {"none": None, "bf16": "bf16", "fp16": "fp16", "int8": "int8"}
-STEPS, SEEDS, BATCH = 6, 2, 16
+STEPS, SEEDS, BATCH = 200, 5, 16
 #: A model, and a function that returns the model's loss of samples that are kept (None) or drawn for a step.
 Task = tuple[nn.Module, Callable[[torch.Generator | None], torch.Tensor], torch.optim.Optimizer]
 
