@@ -27,6 +27,7 @@ from ring_plugins.lightning.process_group import (
     leave_process_group,
     reduced_if_all_had,
 )
+from ring_plugins.observe.averaging_check import averages_seldom
 from ring_plugins.torch.sharded_optimizer import Shard, shard_optimizer
 
 T = TypeVar("T")
@@ -281,6 +282,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         if self.world_size == 1:
             if self.group is not None:
                 leave_process_group(self.group)  # of an earlier Trainer, in which torchmetrics would synchronize
+                averages_seldom()  # this rank trains alone, as it was told to
             return
         if self.root_device.type not in ("cpu", "cuda"):
             raise ArgumentError(

@@ -105,7 +105,7 @@ def expect_averaging(starts_equal: bool = False) -> None:
 
 
 def averages_seldom() -> None:
-    """Expect no averages any more: they come, but not every so many steps (torch/local_updates)."""
+    """Expect no averages any more: they come, but not every so many steps (torch/local_updates), or never."""
     for handle in _handles:
         handle.remove()
     _handles.clear()

@@ -188,3 +188,40 @@ def test_groups_train_at_once_as_one_process_each(tmp_path):
     assert all(text.startswith("MismatchError") and "all_gather" in text for text in run.values("shapes"))
     for refusals in run.values("outside"):
         assert all(text.startswith("ArgumentError") and "is not in the group of ranks" in text for text in refusals)
+
+
+FIRST_FIT = """
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+ring.init(ranks=2)
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+strategy = RingStrategy(group=ring.Group([ring.rank()]))
+trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", max_epochs=2, **quiet)
+trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=2))
+report("steps", trainer.global_step)
+"""
+
+
+@pytest.mark.slow
+def test_groups_of_one_may_train_first_and_are_not_told_that_they_forgot_to_average():
+    assert run_ranks(FIRST_FIT, 2, timeout=120).values("steps") == [16, 16]
