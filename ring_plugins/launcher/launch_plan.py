@@ -220,12 +220,22 @@ def _oversubscription(ranks: int, available: int, host: str = "") -> str:
 
 
 def gpus() -> int:
-    """Number of NVIDIA GPUs that this host's driver and CUDA_VISIBLE_DEVICES offer."""
+    """Number of NVIDIA GPUs that this host's driver and CUDA_VISIBLE_DEVICES offer.
+
+    As in CUDA, what is behind an invalid name is not seen, and of slices of a GPU (MIG) only one is.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if visible is None or not present:
         return present
-    return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    found = 0
+    for name in map(str.strip, visible.split(",")):
+        if name.startswith("MIG-"):
+            return max(found, 1)
+        if not name.startswith("GPU-") and not (name.isdigit() and int(name) < present):
+            break
+        found += 1
+    return found
 
 
 def _check(options: Options) -> None:

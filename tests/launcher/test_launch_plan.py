@@ -35,6 +35,29 @@ def test_a_host_with_gpus_gets_a_rank_for_each(monkeypatch):
     assert make_plan(Options(COMMAND)).job.ranks == 2
 
 
+@pytest.mark.parametrize(
+    ("visible", "number"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("3, 1", 2),
+        ("0,-1,1", 1),
+        ("0,4,1", 1),
+        ("zero,1", 0),
+        ("GPU-01,GPU-02", 2),
+        ("MIG-01,MIG-02", 1),
+    ],
+)
+def test_gpus_are_counted_as_cuda_sees_them(monkeypatch, tmp_path, visible, number):
+    for bus in range(4):
+        (tmp_path / f"0000:0{bus}:00.0").mkdir()
+    monkeypatch.setattr(launch_plan, "Path", lambda name: {"/proc/driver/nvidia/gpus": tmp_path}[name])
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch_plan.gpus() == number
+
+
 def test_the_slots_of_the_hosts_decide_the_number_of_ranks():
     planned = make_plan(Options(COMMAND, hosts="far1:2,far2:3"))
     assert (planned.job.ranks, planned.job.shares) == (5, (Share("far1", 2), Share("far2", 3)))
