@@ -10,7 +10,7 @@ A group has what of a `World` makes communicators. So a function with `group=` a
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -262,7 +262,7 @@ def _checked(ranks: Iterable[int], world: World) -> tuple[int, ...]:
 def _equals_its_copy(color: Any) -> bool:
     """Whether other ranks get something that equals `color`; neither NaN does, nor an object without `__eq__`."""
     try:
-        copied = pickle.loads(pickle.dumps(color))
+        copied = copy.deepcopy(color)
     except Exception:
         return True  # the gathering says why
     try:

@@ -26,7 +26,7 @@ import ring_plugins.core.functions as ring
 from ring_plugins.core.base.log import logger
 from ring_plugins.lightning.launcher import has_failed
 from ring_plugins.torch.loaders import samplers_of
-from ring_plugins.torch.order import Resumption, division_of, length_of, position_of, resumed
+from ring_plugins.torch.order import Resumption, length_of, position_of, resumed
 
 #: What a checkpoint has of ours, and a rank's loaders of other kinds that know where they are, as torchdata's.
 KEY, _STATES = "ring_plugins", "states"
@@ -223,5 +223,5 @@ class MidEpoch:
 
 
 def _keeps_state(loader: Any) -> bool:
-    """Whether only the loader itself knows where it is."""
-    return division_of(loader) is None and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    """Whether the loader itself knows where it is: Lightning restores it, so that it is not to be moved again."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
