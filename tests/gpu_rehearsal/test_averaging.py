@@ -16,6 +16,31 @@ def test_weights_equal_ddps(rehearse, ranks):
             assert not found["unlike DDP"] and not found["unlike rank 0"], (run, found)
 
 
+@pytest.mark.ranks(2, 3)
+def test_replayed_graphs_train_to_the_bits_of_ddps(rehearse, ranks):
+    models = ("mlp", "transformer")
+    result = rehearse("captured", *models, ranks=ranks, lag=100)
+    for found in (one for model in models for one in result.values(model)):
+        assert found["finite"] and found["moved"], found
+        assert not found["unlike ordinary steps"] and not found["unlike DDP"] and not found["unlike rank 0"], found
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("first", "is the first operation, and a CUDA graph is being captured. Run a few ordinary steps before"),
+        (
+            "continue",
+            "cannot be repeated without one: capture no graph with collectives in it, or leave out on_failure",
+        ),
+        ("missing", "has no gradient"),
+    ],
+)
+def test_what_no_graph_can_hold_is_rejected(rehearse, case, text):
+    texts = rehearse("captured_wrongly", case).values("error")
+    assert len(texts) == 2 and all(text in one for one in texts), texts
+
+
 def test_ddp_over_the_ring_process_group(rehearse):
     result = rehearse("ring_group", lag=200)
     assert result.values("unlike DDP") == [0, 0]

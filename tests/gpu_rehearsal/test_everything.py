@@ -20,7 +20,8 @@ def test_sharded_optimizers(rehearse, ranks):
 
 
 @pytest.mark.parametrize(
-    "program", ["equals_ddp", "equals_ddp registered", "lightning_fit", "two_streams", "keras_on_torch"]
+    "program",
+    ["equals_ddp", "equals_ddp registered", "lightning_fit", "two_streams", "keras_on_torch", "graph_at_exit"],
 )
 def test_programs_of_the_day_with_a_card(rehearse, program):
     """tests/gpu/run.sh runs them on a card."""

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -25,6 +26,11 @@ enum Status {
   NOT_READY = 600,
   LAUNCH_FAILURE = 719,
   NOT_SUPPORTED = 801,
+  CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
+  CAPTURE_UNJOINED = 904,
+  CAPTURE_ISOLATION = 905,
+  CAPTURED_EVENT = 907,
 };
 
 // ---- settings.cpp: environment variables, faults and counts ----
@@ -39,8 +45,13 @@ long random_below(long bound);
 
 // ---- stream.cpp ----
 
-// A point in a stream's work; it has passed when all work before it is done.
+struct Capture;
+
+// A point in a stream's work; it has passed when all work before it is done. One that was captured never passes: it names
+// the pieces of work of a graph that are before it.
 struct Mark {
+  std::shared_ptr<Capture> capture;
+  std::set<int> after;
   std::atomic<bool> passed{false};
   double at = 0;
 };
@@ -65,14 +76,32 @@ int priority_of(Stream* stream);
 // Queue work; the caller goes on at once.
 void enqueue(Stream* stream, std::function<void()> work);
 MarkPointer mark(Stream* stream);
-void wait(Stream* stream, MarkPointer mark);
+int wait(Stream* stream, const MarkPointer& mark);
 // Host waits.
-void synchronize(const MarkPointer& mark);
-void synchronize(Stream* stream);
+int synchronize(const MarkPointer& mark);
+int synchronize(Stream* stream);
 void synchronize_device(int device);
 bool is_idle(Stream* stream);
 // No further work begins, and what is under way has ended: called before the libraries that it uses are unloaded.
 void stop_streams();
+
+// ---- graphs: work that a stream was given while it captured, and what each piece comes after ----
+
+struct Graph;
+
+bool is_capturing(Stream* stream);
+unsigned long long capture_id(Stream* stream);
+int begin_capture(Stream* stream, int mode);
+int end_capture(Stream* stream, Graph** made);
+// The mode of this thread: 0 global, 1 of this thread, 2 relaxed.
+int& capture_mode();
+// A call that must not be made while a stream captures, except in the relaxed mode: it invalidates the capture.
+int reject_while_capturing();
+size_t nodes_of(const Graph* graph);
+Graph* copy_of(const Graph* graph);
+void destroy_graph(Graph* graph);
+// Queue its work in any order that its dependencies allow, another one each time.
+void replay(const Graph* graph, Stream* stream);
 
 // Work on a device failed: every later call says so, as after an illegal access on a card.
 void fail_device(int status, const std::string& why);

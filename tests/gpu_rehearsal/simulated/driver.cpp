@@ -142,11 +142,10 @@ EXPORTED int cuStreamDestroy_v2(void* stream) {
 
 EXPORTED int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
 
-EXPORTED int cuStreamIsCapturing(void*, int* status) { return *status = 0, 0; }
+EXPORTED int cuStreamIsCapturing(void* stream, int* status) { return *status = sim::is_capturing((Stream*)stream), 0; }
 
 EXPORTED int cuThreadExchangeStreamCaptureMode(int* mode) {
-  static thread_local int now;
-  std::swap(now, *mode);
+  std::swap(sim::capture_mode(), *mode);
   return 0;
 }
 

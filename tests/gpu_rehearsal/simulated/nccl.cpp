@@ -83,9 +83,12 @@ std::string board_name(const ncclUniqueId& id) {
 // One kernel on its stream, after the communicator's last one wherever that was. A communicator that was aborted skips it.
 void launch(ncclComm* communicator, sim::Stream* stream, std::function<void()> kernel) {
   sim::count("NCCL kernels");
-  communicator->under_way++;
-  if (communicator->last_stream != stream) sim::wait(stream, communicator->last);
+  const bool captures = sim::is_capturing(stream);  // each replay is a kernel
+  if (!captures) communicator->under_way++;
+  const bool is_last_captured = communicator->last && communicator->last->capture;
+  if (communicator->last_stream != stream && captures == is_last_captured) sim::wait(stream, communicator->last);
   sim::enqueue(stream, [=] {
+    if (captures) communicator->under_way++;
     if (const int status = sim::called("ncclKernel")) {
       communicator->fail(status, "an injected fault");
       while (!communicator->visitor.aborted) communicator->visitor.nap();

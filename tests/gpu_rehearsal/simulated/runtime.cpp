@@ -101,6 +101,7 @@ EXPORTED cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can =
 
 EXPORTED cudaError_t cudaDeviceSynchronize() {
   BEGIN();
+  if (const int status = sim::reject_while_capturing()) return say(status);
   sim::synchronize_device(sim::current_device());
   return say(sim::device_failure());
 }
@@ -129,6 +130,7 @@ EXPORTED const char* cudaGetErrorName(cudaError_t status) { return cudaGetErrorS
 
 EXPORTED cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   BEGIN();
+  if (const int status = sim::reject_while_capturing()) return say(status);
   return say(sim::allocate(pointer, bytes, sim::current_device()));
 }
 
@@ -220,12 +222,13 @@ EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   BEGIN();
-  sim::synchronize(stream_of(stream));
+  if (const int status = sim::synchronize(stream_of(stream))) return say(status);
   return say(sim::device_failure());
 }
 
 EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream) {
   BEGIN();
+  if (const int status = sim::reject_while_capturing()) return say(status);
   return sim::is_idle(stream_of(stream)) ? cudaSuccess : cudaErrorNotReady;
 }
 
@@ -234,24 +237,62 @@ EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool captures = stream && sim::is_capturing(stream_of(stream));
+  *status = captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+    cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
     const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  return cudaSuccess;
+  if (id) *id = stream ? sim::capture_id(stream_of(stream)) : 0;
+  return cudaStreamIsCapturing(stream, status);
 }
 
 EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
-  std::swap(now, *mode);
+  const int before = sim::capture_mode();
+  sim::capture_mode() = *mode, *mode = (cudaStreamCaptureMode)before;
   return cudaSuccess;
 }
+
+// ---- graphs ----
+
+EXPORTED cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  BEGIN();
+  return say(stream ? sim::begin_capture(stream_of(stream), mode) : sim::CAPTURE_UNSUPPORTED);
+}
+
+EXPORTED cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  BEGIN();
+  return say(sim::end_capture(stream_of(stream), (sim::Graph**)graph));
+}
+
+EXPORTED cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
+  if (nodes) return say(sim::NOT_SUPPORTED);
+  *count = sim::nodes_of((sim::Graph*)graph);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+  BEGIN();
+  *made = (cudaGraphExec_t)sim::copy_of((sim::Graph*)graph);
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiate(made, graph, flags);
+}
+
+EXPORTED cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  BEGIN();
+  sim::replay((sim::Graph*)graph, stream_of(stream));
+  return say(sim::device_failure());
+}
+
+EXPORTED cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return sim::destroy_graph((sim::Graph*)graph), cudaSuccess; }
+
+EXPORTED cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaGraphDestroy((cudaGraph_t)graph); }
 
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
   BEGIN();
@@ -299,19 +340,20 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   BEGIN();
-  sim::wait(stream_of(stream), ((Event*)event)->mark());
-  return cudaSuccess;
+  return say(sim::wait(stream_of(stream), ((Event*)event)->mark()));
 }
 
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
   BEGIN();
   const auto mark = ((Event*)event)->mark();
+  if (const int status = sim::reject_while_capturing()) return say(status);
+  if (mark && mark->capture) return say(sim::CAPTURED_EVENT);
   return !mark || mark->passed ? say(sim::device_failure()) : cudaErrorNotReady;
 }
 
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   BEGIN();
-  sim::synchronize(((Event*)event)->mark());
+  if (const int status = sim::synchronize(((Event*)event)->mark())) return say(status);
   return say(sim::device_failure());
 }
 

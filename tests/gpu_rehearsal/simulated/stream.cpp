@@ -5,6 +5,9 @@
 // number. An event that is recorded again stays where it was for those who wait for it already: each record makes a
 // mark of its own.
 //
+// A stream that captures keeps its work for a graph, with what each piece comes after; a replay takes any order that this
+// allows, so that an edge that is missing shows as a wrong number, too.
+//
 // Legacy default streams wait for all work of the device's blocking streams and these for theirs, as on a card.
 #include <cstdlib>
 #include <deque>
@@ -51,6 +54,23 @@ void hold(const MarkPointer& mark) {
 
 }  // namespace
 
+struct Graph {
+  struct Node {
+    std::function<void()> work;
+    std::set<int> after;
+  };
+  std::vector<Node> nodes;
+};
+
+struct Capture {
+  unsigned long long id;
+  Stream* origin;
+  int mode;
+  std::set<Stream*> streams;
+  Graph graph;
+  int failure = SUCCESS;
+};
+
 struct Stream {
   Stream(int device, bool blocking, int priority) : device(device), priority(priority), blocking(blocking) {}
   int device, priority;
@@ -59,6 +79,8 @@ struct Stream {
   std::condition_variable came;
   std::deque<std::function<void()>> queue;
   bool busy = false, ends = false;
+  std::shared_ptr<Capture> capture;  // guarded by `captures`
+  std::set<int> last;                // of the graph: what the next piece of work comes after
 
   void put(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -108,6 +130,19 @@ struct Contexts {
   int devices[64];
 };
 thread_local Contexts contexts;
+
+std::mutex captures;
+std::set<std::shared_ptr<Capture>> open_captures;
+
+// Whether a stream captured the work.
+bool capture(Stream* stream, const std::function<void()>& work) {
+  std::lock_guard<std::mutex> lock(captures);
+  if (!stream->capture) return false;
+  auto& nodes = stream->capture->graph.nodes;
+  nodes.push_back({work, stream->last});
+  stream->last = {(int)nodes.size() - 1};
+  return true;
+}
 
 Stream* start(int device, bool blocking, int priority) {
   auto* stream = new Stream(device, blocking, priority);
@@ -192,30 +227,60 @@ int device_of(Stream* stream) { return stream->device; }
 int priority_of(Stream* stream) { return stream->priority; }
 
 void enqueue(Stream* stream, std::function<void()> work) {
-  order_implicitly(stream);
-  stream->put([work = std::move(work)] {
+  const std::function<void()> guarded = [work = std::move(work)] {
     if (const int status = called("kernel")) fail_device(status, "a fault was injected on the device");
     if (!failure) work();
-  });
+  };
+  if (capture(stream, guarded)) return;
+  order_implicitly(stream);
+  stream->put(guarded);
 }
 
 MarkPointer mark(Stream* stream) {
-  order_implicitly(stream);
   auto made = std::make_shared<Mark>();
+  {
+    std::lock_guard<std::mutex> lock(captures);
+    if (stream->capture) {
+      made->capture = stream->capture, made->after = stream->last;
+      return made;
+    }
+  }
+  order_implicitly(stream);
   stream->put([made] { pass(made); });
   return made;
 }
 
-void wait(Stream* stream, MarkPointer mark) {
-  if (mark) stream->put([mark] { hold(mark); });
+int wait(Stream* stream, const MarkPointer& mark) {
+  if (!mark) return SUCCESS;
+  {
+    std::lock_guard<std::mutex> lock(captures);
+    if (stream->capture && stream->capture != mark->capture) return stream->capture->failure = CAPTURE_ISOLATION;
+    if (mark->capture) {
+      if (!open_captures.count(mark->capture)) return CAPTURED_EVENT;
+      stream->capture = mark->capture;  // it joins
+      stream->capture->streams.insert(stream);
+      stream->last.insert(mark->after.begin(), mark->after.end());
+      return SUCCESS;
+    }
+  }
+  stream->put([mark] { hold(mark); });
+  return SUCCESS;
 }
 
-void synchronize(const MarkPointer& mark) {
+int synchronize(const MarkPointer& mark) {
   count("host waits");
+  if (mark && mark->capture) return CAPTURED_EVENT;
   if (mark) hold(mark);
+  return SUCCESS;
 }
 
-void synchronize(Stream* stream) { synchronize(mark(stream)); }
+int synchronize(Stream* stream) {
+  {
+    std::lock_guard<std::mutex> lock(captures);
+    if (stream->capture) return stream->capture->failure = CAPTURE_UNSUPPORTED;
+  }
+  return synchronize(mark(stream));
+}
 
 void synchronize_device(int device) {
   std::vector<MarkPointer> last;
@@ -234,6 +299,84 @@ void synchronize_device(int device) {
 bool is_idle(Stream* stream) {
   std::lock_guard<std::mutex> lock(stream->mutex);
   return stream->queue.empty() && !stream->busy;
+}
+
+bool is_capturing(Stream* stream) { return capture_id(stream) != 0; }
+
+unsigned long long capture_id(Stream* stream) {
+  std::lock_guard<std::mutex> lock(captures);
+  return stream->capture ? stream->capture->id : 0;
+}
+
+int& capture_mode() {
+  static thread_local int mode = 0;
+  return mode;
+}
+
+int begin_capture(Stream* stream, int mode) {
+  static unsigned long long last_id;
+  std::lock_guard<std::mutex> lock(captures);
+  if (stream->capture) return CAPTURE_UNSUPPORTED;
+  stream->capture = std::make_shared<Capture>();
+  stream->capture->id = ++last_id, stream->capture->origin = stream, stream->capture->mode = mode;
+  stream->capture->streams = {stream};
+  stream->last.clear();
+  open_captures.insert(stream->capture);
+  return SUCCESS;
+}
+
+int end_capture(Stream* stream, Graph** made) {
+  *made = nullptr;
+  std::lock_guard<std::mutex> lock(captures);
+  const auto ended = stream->capture;
+  if (!ended || ended->origin != stream) return CAPTURE_UNSUPPORTED;
+  const auto& nodes = ended->graph.nodes;
+  std::set<int> joined = stream->last;  // and all that is before it
+  for (int node = (int)nodes.size() - 1; node >= 0; node--)
+    if (joined.count(node)) joined.insert(nodes[node].after.begin(), nodes[node].after.end());
+  for (Stream* other : ended->streams) {
+    for (const int node : other->last)
+      if (!joined.count(node) && !ended->failure) ended->failure = CAPTURE_UNJOINED;
+    other->capture = nullptr, other->last.clear();
+  }
+  open_captures.erase(ended);
+  if (ended->failure) return ended->failure == CAPTURE_UNJOINED ? CAPTURE_UNJOINED : CAPTURE_INVALIDATED;
+  *made = new Graph(ended->graph);
+  return SUCCESS;
+}
+
+int reject_while_capturing() {
+  if (capture_mode() == 2) return SUCCESS;
+  std::lock_guard<std::mutex> lock(captures);
+  int status = SUCCESS;
+  for (const auto& capture : open_captures)
+    if (capture->mode == 0) status = capture->failure = CAPTURE_UNSUPPORTED;
+  return status;
+}
+
+size_t nodes_of(const Graph* graph) { return graph->nodes.size(); }
+
+Graph* copy_of(const Graph* graph) { return new Graph(*graph); }
+
+void destroy_graph(Graph* graph) { delete graph; }
+
+void replay(const Graph* graph, Stream* stream) {
+  std::vector<int> ready, left;
+  std::vector<std::vector<int>> followers(graph->nodes.size());
+  for (int node = 0; node < (int)graph->nodes.size(); node++) {
+    left.push_back((int)graph->nodes[node].after.size());
+    for (const int before : graph->nodes[node].after) followers[before].push_back(node);
+    if (!left[node]) ready.push_back(node);
+  }
+  while (!ready.empty()) {
+    std::swap(ready[random_below((long)ready.size())], ready.back());
+    const int node = ready.back();
+    ready.pop_back();
+    order_implicitly(stream);
+    stream->put(graph->nodes[node].work);
+    for (const int next : followers[node])
+      if (!--left[next]) ready.push_back(next);
+  }
 }
 
 void stop_streams() {
