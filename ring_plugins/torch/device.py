@@ -119,7 +119,14 @@ class TorchStreams:
     def catch_up(self) -> None:
         """Make the current stream wait for every noted stream: forward may have used several."""
         now = self.current()
-        for handle in self._noted - {now}:
+        others = self._noted - {now}
+        if others:
+            from ring_plugins.core.gpu import load_driver
+
+            is_capturing = load_driver().keeping.is_capturing
+            if is_capturing(now):  # streams of ordinary steps before are no part of the graph, and would end it
+                others = set(filter(is_capturing, others))
+        for handle in others:
             self.external(now).wait_stream(self.external(handle))
         self._noted = {now}
 

@@ -318,7 +318,7 @@ class GradientBuckets:
                 gradient.mul_(scale)  # torch 2.13's `_foreach_mul_` on the CPU rounds the factor to bfloat16
         self._write_tail(bucket)
         for place in absent:
-            self._flags[bucket.index][place] = 0
+            self._flags[bucket.index][place].fill_(0)
 
     @torch.inference_mode()
     def _restore(
@@ -491,14 +491,16 @@ class GradientBuckets:
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         is_part = self._checks.weight != 1 or self._checks.has_ended
         if is_last and (self._is_failing or self._found_sparse or self.has_others or self.wants_change or is_part):
+            # By fill_, since an assignment copies a number from the host: no CUDA graph can capture that.
             told = self._is_failing, bool(self._found_sparse), self.has_others, self.wants_change
             for number, value in zip((_FAILED, _SPARSE, _OTHERS, _CHANGE), told, strict=True):
-                self._control[number] = value
-            self._control[_ENDED] = self._checks.has_ended
+                self._control[number].fill_(value)
+            self._control[_ENDED].fill_(self._checks.has_ended)
             if (weight := self._checks.weight) != 1:
-                self._control[_PARTS], self._control[_WEIGHTS] = 1, weight
+                self._control[_PARTS].fill_(1)
+                self._control[_WEIGHTS].fill_(weight)
             if self._checks.has_ended:
-                self._control[_OPTIONS:] = 0  # neither a bit nor its inverse, so it differs from nobody
+                self._control[_OPTIONS:].fill_(0)  # neither a bit nor its inverse, so it differs from nobody
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""

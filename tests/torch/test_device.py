@@ -1,6 +1,7 @@
 """Where tensors are, without a GPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,3 +62,20 @@ def test_numbers_are_scaled_in_float32_and_rounded_once(gpu, dtype):
     scaled = numbers.clone()
     TorchStreams(0).scale(memory_of(scaled), 1 / 3)
     assert torch.equal(scaled.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("capturing", "waited"), [((), [1, 3]), ((2, 3), [3])])
+def test_a_captured_bucket_waits_for_streams_of_the_graph_only(monkeypatch, capturing, waited):
+    driver = SimpleNamespace(is_capturing=lambda stream: stream in capturing)
+    monkeypatch.setattr("ring_plugins.core.gpu.load_driver", lambda: SimpleNamespace(keeping=driver))
+    streams, found = TorchStreams(0), []
+    monkeypatch.setattr(
+        streams,
+        "external",
+        lambda handle: SimpleNamespace(handle=handle, wait_stream=lambda other: found.append(other.handle)),
+    )
+    for stream in (1, 3, 2):
+        monkeypatch.setattr(streams, "current", lambda stream=stream: stream)
+        streams.note()
+    streams.catch_up()
+    assert sorted(found) == waited
