@@ -103,6 +103,14 @@ def test_one_host_that_averages_has_nothing_to_exchange(job):
         optimizer.finish()
     assert optimizer.exchanges == 0
     assert "local_updates" not in optimizer.state_dict()
+    numbers = FlatWeights([*model.parameters()], []).trained
+    of_more_hosts = {"anchor": torch.ones(numbers), "velocity": torch.zeros(0), "exchanges": 3.0}
+    optimizer.load_state_dict({**optimizer.state_dict(), "local_updates": of_more_hosts})
+    assert model.weight.eq(1).all()
+    optimizer.step()
+    with optimizer.at_anchor():  # which is that of the checkpoint no more
+        assert not model.weight.eq(1).any()
+    assert "local_updates" not in optimizer.state_dict()
     optimizer.close()
 
 

@@ -421,3 +421,5 @@ class OuterSteps:
         self._at = [self.steps] * len(self._at)
         self._turn, self._left, self._checksum = 0, self._gap, zlib.crc32(self.anchor.view(np.uint8))
         self.weights.write(0, self.anchor)
+        if self.is_idle:
+            self.weights = None  # no exchange moves this anchor: later checkpoints would bring it back
