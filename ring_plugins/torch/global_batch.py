@@ -99,6 +99,7 @@ class GlobalBatches(Generic[T]):
             _check(loader, global_batch_size, self._averagers)
         self.loader, self.global_batch_size, self.exact, self.seed = loader, global_batch_size, exact, seed
         self._epoch = self._samples = 0
+        self._is_loaded = False
         #: Of this epoch, once it is known.
         self._order: tuple[int, list[int]] | None = None
         self._plan = _Plan()
@@ -116,9 +117,14 @@ class GlobalBatches(Generic[T]):
         return (self._end() + self.global_batch_size - 1) // self.global_batch_size
 
     def __iter__(self) -> Iterator[Step[T]]:
-        """The rest of this epoch, or else the next one."""
-        if self._samples >= self._end():
+        """The rest of this epoch, or else the next one.
+
+        Behind `load_state_dict` the rest may be no step: then the checkpoint is of an epoch's last one, and so is all
+        that counts epochs beside this.
+        """
+        if self._samples >= self._end() and not self._is_loaded:
             self._epoch, self._samples = self._epoch + 1, 0
+        self._is_loaded = False
         while (first := self._samples) < self._end():
             step = Step(self, first, min(first + self.global_batch_size, self._end()))
             skipped = self._skipped()
@@ -135,6 +141,7 @@ class GlobalBatches(Generic[T]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind these samples."""
         self._epoch, self._samples = state["epoch"], state["samples"]
+        self._is_loaded, self._batches_for = True, None
 
     def _end(self) -> int:
         """Where the last step of this epoch ends, in samples."""
@@ -232,17 +239,19 @@ class Step(Generic[T]):
             is_averaged &= owner._accumulates or len(numbers) == 1
             owner._seed(number)
             batch = next(owner._batches)
-            before = _first_gradients(averagers)
+            is_watched = not is_averaged and not exact and not owner._accumulates
             with contextlib.ExitStack() as block:
                 for averager in averagers if not is_averaged else ():
                     block.enter_context(averager.no_sync())
+                before = [_Kept(one, block) for one in averagers if is_watched]
                 yield batch
             del batch
             if exact:
                 for one in exact:
                     one.take(number, samples / full)
             elif not is_averaged:
-                self._check_kept(before)
+                if not all(one.is_kept() for one in before):
+                    self._reject_cleared()
                 if samples < full:
                     _scale(averagers, samples / full)
         owner._accumulates |= len(numbers) > 1
@@ -263,18 +272,42 @@ class Step(Generic[T]):
         """The micro-batches of each of so many ranks."""
         return [_numbers(rank, size, self.first, self.end, self._owner._batch_size) for rank in range(size)]
 
-    def _check_kept(self, before: Sequence[torch.Tensor | None]) -> None:
-        """Check that the gradients of the passes before are still there."""
-        averagers = self._owner._averagers
-        for old, new in zip(before, _first_gradients(averagers), strict=True):
-            if old is not None and new is not old:
-                error = RingError(
-                    f"rank {self._owner._communicator.rank} has cleared gradients between two batches of a step of "
-                    "GlobalBatches, which are to add up. Call zero_grad() in front of the inner loop, `for batch in "
-                    "step`, or not at all: each step begins without gradients."
-                )
-                self._owner._communicator.interrupt("a step of GlobalBatches", error)
-                raise error
+    def _reject_cleared(self) -> None:
+        error = RingError(
+            f"rank {self._owner._communicator.rank} has cleared gradients between two batches of a step of "
+            "GlobalBatches, which are to add up. Call zero_grad() in front of the inner loop, `for batch in "
+            "step`, or not at all: each step begins without gradients."
+        )
+        self._owner._communicator.interrupt("a step of GlobalBatches", error)
+        raise error
+
+
+class _Kept:
+    """Whether a pass adds to a gradient, which may also be cleared in place.
+
+    Args:
+        averager: of which the first dense gradient is looked at, if there is any.
+        block: in which the pass runs.
+    """
+
+    def __init__(self, averager: GradientAverager, block: contextlib.ExitStack) -> None:
+        self._parameter: torch.nn.Parameter | None = None
+        for _, parameter in averager.named_parameters:
+            if parameter.requires_grad and (found := parameter.grad) is not None and found.layout is torch.strided:
+                self._parameter, self._before = parameter, found.detach().clone()
+                self._added = torch.zeros_like(found)
+                block.callback(parameter.register_hook(self._add).remove)  # type: ignore[no-untyped-call]
+                break
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        self._added = self._added + gradient.detach()
+
+    def is_kept(self) -> bool:
+        """Whether it is more than what the pass has added."""
+        if self._parameter is None or (found := self._parameter.grad) is None:
+            return self._parameter is None
+        whole = self._before + self._added
+        return torch.allclose(found, whole, equal_nan=True) or not torch.allclose(found, self._added, equal_nan=True)
 
 
 def _numbers(rank: int, size: int, first: int, end: int, batch_size: int) -> list[int]:
@@ -435,11 +468,6 @@ def _drop_gradients(averagers: Sequence[GradientAverager]) -> None:
         for _, parameter in averager.named_parameters:
             parameter.grad = None
         averager.forget_gradients()
-
-
-def _first_gradients(averagers: Sequence[GradientAverager]) -> list[torch.Tensor | None]:
-    """One gradient of each averager, if there is any."""
-    return [next((g for _, p in one.named_parameters if (g := p.grad) is not None), None) for one in averagers]
 
 
 @torch.no_grad()

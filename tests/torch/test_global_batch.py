@@ -76,6 +76,29 @@ def test_one_rank_trains_as_a_plain_loop_and_so_it_does_if_it_goes_on_from_a_che
         assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=1e-6)
 
 
+def test_a_state_of_an_epochs_last_step_goes_on_with_none_of_it_and_with_its_own_samples(job):
+    loader, optimizer = (
+        DataLoader(range(8), 2, shuffle=True),
+        DistributedOptimizer(torch.optim.SGD(Model().parameters())),
+    )
+    steps = GlobalBatches(loader, optimizer, global_batch_size=4, exact=True)
+    seen = [[batch.tolist() for step in steps for batch in step] for _ in range(3)]
+    steps.load_state_dict({"epoch": 0, "samples": 8})
+    assert [*steps] == [] and [batch.tolist() for step in steps for batch in step] == seen[1]
+    batches = [batch.tolist() for batch in next(iter(steps))]
+    steps.load_state_dict({"epoch": 0, "samples": 4})  # the same place as now, in another epoch
+    assert batches == seen[2][:2] and [batch.tolist() for step in steps for batch in step] == seen[0][2:]
+
+
+def test_a_batch_that_does_not_need_all_parameters_clears_no_gradients(job):
+    models = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    optimizer = DistributedOptimizer(torch.optim.SGD(models.parameters(), 0.1))
+    for step in GlobalBatches(DataLoader(torch.ones(4, 1), 2), optimizer, global_batch_size=4):
+        for one, x in zip((1, 0), step, strict=True):
+            models[one](x).mean().backward()
+    assert [p.grad.item() for p in models.parameters()] == [0.5, 0.5]
+
+
 def test_the_order_is_the_samplers_and_that_of_every_process():
     data, weights = dataset(), torch.rand(70)
     orders = []
@@ -133,17 +156,18 @@ def test_a_step_that_is_not_whole_is_an_error(job):
     model, loader = nn.Linear(4, 1), DataLoader(dataset(), BATCH)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
 
-    def clear():
+    def clear(to_none):
         for x, y in next(iter(GlobalBatches(loader, optimizer, global_batch_size=GLOBAL))):
-            optimizer.zero_grad()
+            optimizer.zero_grad(to_none)
             loss_of(model, x, y).backward()
 
     def leave():
         for step in GlobalBatches(loader, optimizer, global_batch_size=GLOBAL):
             next(iter(step))
 
-    with pytest.raises(RingError, match="has cleared gradients between two batches of a step"):
-        clear()
+    for to_none in (True, False):
+        with pytest.raises(RingError, match="has cleared gradients between two batches of a step"):
+            clear(to_none)
     with pytest.raises(RingError, match="has left the loop over a step of GlobalBatches before its end"):
         leave()
 
