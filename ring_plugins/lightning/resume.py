@@ -104,9 +104,13 @@ class MidEpoch:
             self._told = self._loaded.get(KEY) or self._of_others(self._loaded)
             if self._told["ranks"] != self._ranks and self._told["batches"] >= self._told["total"]:
                 self._count(self._fit.max_batches)
-            elif self._fit.restarting and 0 < self._told["batches"] < self._told["total"]:
+            elif self._fit.restarting and self._has_begun() and self._told["batches"] < self._told["total"]:
                 self._place(self._told)
         self._reset()
+
+    def _has_begun(self) -> bool:
+        """Whether the checkpoint is of the middle of an epoch, perhaps behind no step of it."""
+        return bool(self._epoch.batch_progress.current.processed)
 
     def _set_epoch(self, epoch: int) -> None:
         for loader in self._fit._combined_loader.flattened:

@@ -79,14 +79,14 @@ LOADERS = {
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("kind", LOADERS)
-def test_it_ends_as_without_an_interruption_and_repeats_batches_behind_the_last_step(tmp_path, kind, caplog):
+@pytest.mark.parametrize(("kind", "behind"), [*((kind, 9) for kind in LOADERS), ("shuffled", 1)])
+def test_it_ends_as_without_an_interruption_and_repeats_batches_behind_the_last_step(tmp_path, kind, behind, caplog):
     # Two batches make a step, so the checkpoint behind the ninth batch of epoch 1 is that of the eighth.
     path = str(tmp_path / "middle.ckpt")
-    whole, weight = fit(LOADERS[kind](), path, 9, accumulate_grad_batches=2)
+    whole, weight = fit(LOADERS[kind](), path, behind, accumulate_grad_batches=2)
     with caplog.at_level(logging.WARNING, "ring_plugins"):
         rest, resumed = fit(LOADERS[kind](), path, resumes=True, accumulate_grad_batches=2)
-    assert rest == whole[18:] and resumed == weight
+    assert rest == whole[10 + behind - 1 :] and resumed == weight
     told = [record.getMessage() for record in caplog.records if "goes on behind 8 batches" in record.getMessage()]
     assert len(told) == (kind == "without an order") and all("a DataLoader of Numbers" in text for text in told)
 
