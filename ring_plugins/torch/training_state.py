@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -43,7 +43,7 @@ from ring_plugins.torch.broadcast import Placeholder
 from ring_plugins.torch.device import is_on_gpu
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.loaders import batches_from, divide_anew, samplers_of
-from ring_plugins.torch.order import position_of, resumed
+from ring_plugins.torch.order import length_of, position_of, resumed
 from ring_plugins.torch.tensor_memory import dense_memory, is_dense
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class TrainingState(ListedState):
         elif data is self._trained_on:
             self._let_join(added=True)
         divide_anew(loader)
-        length = len(loader) if isinstance(loader, Sized) else None
+        length = length_of(loader)
         if self._shards != current().members.shards:
             self._shards = current().members.shards
             if told := if_different(length):

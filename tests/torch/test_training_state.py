@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import MismatchError
@@ -291,3 +291,20 @@ def test_a_loop_goes_on_in_the_middle_of_an_epoch_with_equal_bits(tmp_path, elas
     assert fit({2}, resumes=True) == (whole[8:], weight)
     # The second checkpoint is of the last batch of epoch 1, behind which the rest of it is empty.
     assert fit({}, resumes=True) == (whole[10:], weight)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_loop_over_data_without_a_length_goes_on_too():
+    ring.init(ranks=1)
+    state, loader = TrainingState(epoch=0), DataLoader(Numbers(), 2)
+    batches = state.batches(loader)
+    assert next(batches).tolist() == [0, 1]
+    saved = state.state_dict()
+    batches.close()
+    state.load_state_dict(saved)
+    assert [batch.tolist() for batch in state.batches(loader)] == [[2, 3], [4, 5], [6, 7]]
