@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.base.errors import DeviceError, RingError
 from ring_plugins.core.base.install import pip_command
-from ring_plugins.core.gpu import load_nccl
+from ring_plugins.core.gpu import load_driver, load_nccl
 from ring_plugins.core.gpu.library import NCCL_WHEELS
 from ring_plugins.core.gpu.nccl import version_text
 from ring_plugins.doctor.findings import Finding, error, fine, warning
@@ -79,9 +79,18 @@ def gpus() -> Iterator[Finding]:
 
 
 def gpu_names() -> list[str]:
-    """One line per GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"."""
+    """One line per GPU, as nvidia-smi prints it: "0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15".
+
+    Where there is no nvidia-smi, as in some containers, those that the driver shows to this process: "0, 0000:1b:00.0".
+    """
     listed = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
-    return [line.strip() for line in listed.splitlines() if line.strip()]
+    if names := [line.strip() for line in listed.splitlines() if line.strip()]:
+        return names
+    try:
+        driver = load_driver()
+        return [f"{index}, {driver.bus_id(index)}" for index in range(driver.count())]
+    except DeviceError:
+        return []
 
 
 def _nvidia_smi(*arguments: str) -> str:

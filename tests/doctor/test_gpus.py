@@ -1,6 +1,7 @@
 """What the doctor makes of the driver's and the kernel's words about GPUs."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,13 @@ def test_torch_without_cuda_beside_a_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(gpus, "gpu_names", lambda: ["0, a card"])
     monkeypatch.setattr(gpus, "installed", lambda name: "2.13.0+cpu")
     assert [finding.severity.name for finding in gpus.gpus()] == ["FINE", "WARNING"]
+
+
+def test_gpus_are_found_without_nvidia_smi(monkeypatch):
+    driver = SimpleNamespace(count=lambda: 2, bus_id=lambda index: f"0000:0{index}:00.0")
+    monkeypatch.setattr(gpus, "_nvidia_smi", lambda *arguments: "")
+    monkeypatch.setattr(gpus, "load_driver", lambda: driver)
+    assert gpus.gpu_names() == ["0, 0000:00:00.0", "1, 0000:01:00.0"]
 
 
 def test_wheels_that_overwrite_each_others_nccl_are_named():

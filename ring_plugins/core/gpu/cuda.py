@@ -95,13 +95,18 @@ class Driver:
 
     # Devices --------------------------------------------------------------------------------------
 
+    def count(self) -> int:
+        """How many GPUs this process sees."""
+        count = c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
     def _handle(self, index: int) -> int:
         """The CUdevice of the GPU that this process numbers `index`."""
-        device, count = c_int(), c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        if not 0 <= index < count.value:
+        device, count = c_int(), self.count()
+        if not 0 <= index < count:
             raise DeviceError(
-                f"there is no GPU {index}: this process sees {count.value}. Start at most as many ranks on a host as "
+                f"there is no GPU {index}: this process sees {count}. Start at most as many ranks on a host as "
                 "it has GPUs, and check CUDA_VISIBLE_DEVICES."
             )
         self._call("cuDeviceGet", ctypes.byref(device), index)
