@@ -35,3 +35,17 @@ def test_a_fit_goes_on_with_each_rank_on_its_gpu(rehearse, program):
     assert result.values("unlike rank 0") == [0, 0]
     devices = ["cuda:0", "cuda:2"] if program == "lightning_heals" else ["cuda", "cuda"]
     assert result.values("device") == devices and min(result.values("launches") or [1])
+
+
+def test_what_cannot_go_on_after_a_loss_is_rejected_with_a_remedy(rehearse):
+    result = rehearse("refused_to_heal")
+    for case, what in (
+        ("compressed", "compression of gradients between GPUs"),
+        ("sharded", "a sharded optimizer, whose state is lost with a rank,"),
+        ("grouped", "ring_plugins.Group, unless of all ranks in order,"),
+        ("sparse", 'gathering sparse gradients (sparse="densify" works)'),
+    ):
+        texts = result.values(case)
+        assert len(texts) == 2 and all(f"{what} does not support on_failure=" in text for text in texts), (case, texts)
+        assert all("leave it out, and unset RING_ON_FAILURE" in text for text in texts), texts
+    assert result.values("finite") == [True, True]
