@@ -106,7 +106,7 @@ class Communicators:
         members = self.members.ranks if ranks is None else tuple(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(self.members.ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
-        if len(members) != size:
+        if len(members) != size and (within is None or members != within.ranks):  # else `within` was not refused
             self.refuse_to_recover(f"{name}, a group of some ranks,")
         if gather is None and within is None and len(members) != size:
             raise ArgumentError(

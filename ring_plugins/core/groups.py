@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from ring_plugins.core.base.errors import ArgumentError, RingError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import check_rank, rejections_told
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.stream import Streams
@@ -66,6 +67,9 @@ class Group:
         self._communicator: Communicator | None = None
         if world.recovers and given == (*range(world.topology.size),) and not purpose:
             self._communicator = world.new_communicator(self.name)
+            return
+        if world.recovers and purpose and given == (world.topology.rank,):  # which loses nobody
+            self._communicator = SingleCommunicator(self.name, world.world_rank)
             return
         world.refuse_to_recover("ring_plugins.Group, unless of all ranks in order,")
         if world.topology.rank in given:

@@ -57,7 +57,8 @@ class LocalUpdates(DistributedOptimizer):
         group: whose ranks train the model, by default all; only these construct it.
 
     Raises:
-        ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure`.
+        ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure="replace"`, or
+            "continue" on several hosts where ranks of one average every step.
         MismatchError: arguments or parameters differ among ranks.
     """
 
@@ -85,7 +86,8 @@ class LocalUpdates(DistributedOptimizer):
     ) -> None:
         members = communicator_of(group)
         with constructed_by_all("the construction of LocalUpdates", members):
-            current().refuse_to_recover("LocalUpdates")
+            if current().replaces:
+                current().refuse_to_recover('LocalUpdates ("continue" works)')
             settings = Settings.checked(every, outer, fragments, Compression.named(compression, error_feedback), steps)
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
@@ -250,7 +252,16 @@ class BetweenHosts(OuterSteps):
         communicator = (group or current()).new_communicator("local updates")
         try:
             super().__init__(settings, communicator, number, described, planned)
-            self.team = Group.split(number, group=group)
+            if communicator.recovers:
+                if 1 < self.teams < communicator.size:  # groups of some ranks do not go on without one of them
+                    current().refuse_to_recover(
+                        "LocalUpdates on several hosts, of which some have several ranks, unless within_host=False,"
+                    )
+                current().elastic.averages = True  # exchanges tell who is to leave
+                is_alone = self.teams > 1
+                self.team = Group([own.rank], purpose="local updates") if is_alone else Group(range(own.size))
+            else:
+                self.team = Group.split(number, group=group)
         except BaseException:
             communicator.close()
             raise
@@ -270,6 +281,17 @@ class BetweenHosts(OuterSteps):
             )
         self.begin(FlatWeights([parameter for _, parameter in named], [*buffers.values()]))
         averages_seldom()
+
+    def wants_change(self) -> bool:
+        return self._communicator.recovers and current().elastic.wants_change
+
+    def follow_changes(self, wanted: bool) -> None:
+        if self._communicator.recovers:
+            elastic = current().elastic
+            if wanted:
+                elastic.change_members()
+            if elastic.changes.untold:
+                elastic.tell_changes()
 
     def saved(self) -> dict[str, Any]:
         """`state` with tensors, which torch.load takes."""

@@ -9,6 +9,7 @@ import pytest
 from tests.hosts import hosts
 from tests.keras import test_recovery as of_keras
 from tests.lightning import test_recovery as of_lightning
+from tests.torch.test_local_updates import RECOVERY, lose
 from tests.torch.test_recovery import CHECKS, check_survivors, replayed
 
 
@@ -217,3 +218,44 @@ def test_the_larger_side_of_a_cut_network_goes_on_and_the_other_ends(two_network
     own = two_networks.hosts.index(cut)
     ending = [2 * own, 2 * own + 1]
     check_that_one_side_went_on(result, [rank for rank in range(6) if rank not in ending], ending)
+
+
+@pytest.fixture
+def one_rank_a_host(cluster):
+    return lambda env: cluster.environment(RECOVERY, 1, env={**env, "TEST_RANKS": "3"}).run(60, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("point", [[5, "dies"], [14, "dies"], *([7, f"barrier {n} in"] for n in range(1, 9))], ids=str)
+def test_a_rank_may_be_killed_anywhere_in_a_round_of_local_updates(one_rank_a_host, victim, point):
+    lose({victim: point}, one_rank_a_host, outer="nesterov")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "options"),
+    [
+        ({1: [5, "dies"], 2: [7, "barrier 2 in"]}, {"fragments": 2}),
+        ({0: [3, "barrier 3 in"], 2: [9, "dies"]}, {"compression": "int8", "fragments": 4, "outer": "nesterov"}),
+        ({0: [7, "barrier 7 in"]}, {"compression": "int8"}),
+        ({1: [14, "barrier 3 in"]}, {"fragments": 2, "outer": "nesterov"}),
+        ({1: [13, "barrier 10 before"]}, {"fragments": 4}),
+        ({1: [0, "dies"]}, {"every": 2}),
+    ],
+    ids=str,
+)
+def test_so_may_several_with_all_options_of_local_updates(one_rank_a_host, deaths, options):
+    lose(deaths, one_rank_a_host, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_a_rank_leaves_local_updates_at_an_exchange_of_all_it_has_learned(one_rank_a_host, fragments):
+    deaths = {1: [5, "SIGTERM"]}
+    result, history, changes = lose(deaths, one_rank_a_host, fragments=fragments, outer="nesterov")
+    at = 7 if fragments == 1 else 5
+    assert len([one for one in history if one[0] == at]) == fragments
+    assert all(("1" in since) == (step <= at) for step, _, since in history)
+    assert changes == [[at, [], [1], 3, 2]]
+    assert " left on SIGTERM; the job goes on with 2 of its 3 ranks" in result.output

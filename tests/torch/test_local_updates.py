@@ -1,5 +1,6 @@
 """Local updates: `checks_local_updates.py` on several ranks, and what one process can see."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ from torch import nn
 
 import ring_plugins as ring
 from ring_plugins.torch import LocalUpdates
-from ring_plugins.torch.local_updates import FlatWeights
+from ring_plugins.torch.local_updates import FlatWeights, floating_buffers
 from tests.launch import run_ranks
+from tests.torch.checks_local_recovery import STEPS, loss_of, network, optimizer_of
 
 CHECKS = Path(__file__).with_name("checks_local_updates.py")
+RECOVERY = Path(__file__).with_name("checks_local_recovery.py")
 
 
 @pytest.mark.slow
@@ -52,6 +55,98 @@ def test_nobody_warns_of_steps_without_averages():
     """
     result = run_ranks(script, 2, "exported", env={"RING_VIRTUAL_NODES": "1,1"}, timeout=100)
     assert "averaged" not in result.output
+
+
+def replayed(history, ranks, outer):
+    """The anchor of one process that has a model for each rank, and averages those that took part in each exchange."""
+    models = [network() for _ in range(ranks)]
+    flats = [FlatWeights([*model.parameters()], [*floating_buffers(model).values()]) for model in models]
+    optimizers = [optimizer_of(model) for model in models]
+    size = flats[0].trained + flats[0].averaged
+    anchor, velocity = np.empty(size), np.zeros(size)
+    flats[0].read(0, anchor)
+    for step in range(STEPS + 1):
+        for rank in range(ranks) if step < STEPS else ():
+            optimizers[rank].zero_grad()
+            loss_of(models[rank], step, rank).backward()
+            optimizers[rank].step()
+        for _, (start, middle, end), since in (one for one in history if one[0] == step):
+            own = {int(rank): np.empty(end - start) for rank in since}
+            for rank, array in own.items():
+                flats[rank].read(start, array)
+            mean = sum(array * since[str(rank)] for rank, array in own.items()) / sum(since.values())
+            change = mean[: middle - start] - anchor[start:middle]
+            velocity[start:middle] = outer[1] * velocity[start:middle] + change
+            anchor[start:middle] += outer[0] * (change + outer[1] * velocity[start:middle])
+            anchor[middle:end] = mean[middle - start :]
+            for flat in flats:
+                flat.write(start, anchor[start:end])
+    return anchor
+
+
+def on_one_host(env):
+    return run_ranks(RECOVERY, 3, env=env, timeout=120)
+
+
+def lose(deaths, run=on_one_host, ranks=3, **options):
+    """Train, lose ranks, and compare what the others have with what one process computes."""
+    options = {"every": 4, **options}
+    result = run({"TEST_DEATHS": json.dumps(deaths), "TEST_OPTIONS": json.dumps(options), "TEST_MIN": "1"})
+    left = [rank for rank in range(ranks) if rank not in deaths]
+    found = [result.reports[rank]["found"] for rank in left]
+    assert all(one == found[0] for one in found), str(result)
+    history, changes = found[0]["history"], found[0]["changes"]
+    outer = {"average": (1.0, 0.0), "nesterov": (0.9, 0.6)}[options.get("outer", "average")]
+    if "compression" not in options and (run is not on_one_host or "within_host" in options):
+        np.testing.assert_allclose(found[0]["anchor"], replayed(history, ranks, outer), rtol=1e-9, atol=1e-11)
+    assert all(set(map(str, left)) <= since.keys() for _, _, since in history)
+    for rank, (last, point) in deaths.items():
+        there = [str(rank) in since for _, _, since in history]
+        assert there == sorted(there, reverse=True)
+        assert all(is_there for (step, _, _), is_there in zip(history, there, strict=True) if step < last)
+        assert point != "dies" or sum(there) == sum(step < last for step, _, _ in history)
+    assert sorted(rank for one in changes for rank in [*one[1], *one[2]]) == sorted(deaths)
+    fragments = options.get("fragments", 1)
+    gap = options["every"] // fragments
+    at_the_end = [STEPS] if fragments > 1 or STEPS % gap else []
+    assert sorted({step for step, _, _ in history}) == [*range(gap - 1, STEPS, gap), *at_the_end]
+    return result, history, changes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "options"),
+    [
+        ({0: [5, "dies"], 1: [7, "barrier 2 in"]}, {"within_host": False, "outer": "nesterov", "fragments": 2}),
+        ({2: [7, "barrier 5 in"]}, {"within_host": False}),
+        ({1: [5, "dies"], 0: [7, "barrier 5 in"]}, {"outer": "nesterov"}),  # they average every step
+    ],
+)
+def test_ranks_of_one_host_may_be_killed_in_a_round(deaths, options):
+    lose(deaths, **options)
+
+
+@pytest.mark.slow
+def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
+    script = """
+        import os, pytest, torch
+        import ring_plugins as ring
+        from ring_plugins.torch import LocalUpdates
+        from tests.worker import report
+        ring.init(ranks=3, on_failure=os.environ["TEST_POLICY"])
+        model = torch.nn.Linear(2, 2)
+        with pytest.raises(ring.ArgumentError) as caught:
+            LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=2)
+        report("text", str(caught.value))
+    """
+    for launcher, policy, text in (
+        ("exported", "continue", "unless within_host=False, does not support on_failure="),
+        ("spawned", "replace", 'LocalUpdates ("continue" works) does not support on_failure="replace"'),
+    ):
+        env = {"TEST_POLICY": policy} | ({"RING_VIRTUAL_NODES": "2,1"} if launcher == "exported" else {})
+        texts = run_ranks(script, 3, launcher, env=env, timeout=100).values("text")
+        assert len(texts) == 3
+        assert all(text in one for one in texts)
 
 
 @pytest.fixture

@@ -15,6 +15,11 @@ steps each has taken since its last exchange, and a checksum of the anchor. So a
 that has no more data takes part with the weight 0 until nobody has, hosts of different speeds may exchange by time,
 and anchors that differ are noticed at every exchange. Local steps are never compared, they differ by design.
 
+**When a rank is lost** and the others go on (core/collectives/recovery.py), they find that in their next exchange:
+nothing else connects them, so local steps are neither interrupted nor lost. An exchange that it interrupts is repeated
+from the weights, which it has not touched, without that rank's share. A rank that is to leave says so, too. Then all
+fragments are exchanged, so that all it has learned counts.
+
 Numbers that are averaged and not trained, such as statistics of batch normalization, lie behind the others. The outer
 optimizer leaves them alone, and they are not rounded: a variance must not become negative.
 """
@@ -27,7 +32,8 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,10 +41,18 @@ import numpy as np
 from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
-from ring_plugins.core.base.errors import ArgumentError, DriftError, MismatchError, RingError, name_ranks
+from ring_plugins.core.base.errors import (
+    ArgumentError,
+    DriftError,
+    MembersLost,
+    MismatchError,
+    RingError,
+    name_ranks,
+)
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.recovery import repeated
 
 #: What `outer="nesterov"` means: it won at 8 to 100 exchanges (docs/slow_networks.md), where the 0.7 and 0.9 of the
 #: literature need hundreds.
@@ -181,6 +195,7 @@ class _Told(NamedTuple):
         checksum: of what the last exchange gave.
         team: see `OuterSteps`.
         pace: seconds of a step; 0 if there was none.
+        wants_change: whether this rank is to leave.
     """
 
     turn: int
@@ -188,6 +203,7 @@ class _Told(NamedTuple):
     checksum: int
     team: int
     pace: float
+    wants_change: bool
 
 
 class OuterSteps:
@@ -203,6 +219,7 @@ class OuterSteps:
     Attributes:
         steps, exchanges: how many there have been; fragments count by their share.
         is_idle: whether there is nothing to exchange: all ranks are in one team, and the outer optimizer averages.
+        teams: how many there are.
         weights: of the model, once it has begun.
 
     Raises:
@@ -225,7 +242,8 @@ class OuterSteps:
                 self._check_equal(name, mine, its, rank)
             for i, (mine, its) in enumerate(itertools.zip_longest(weights, theirs)):
                 self._check_equal(f"weight {i} of the model", mine, its, rank)
-        self.is_idle = settings.outer == (1.0, 0.0) and len({one for *_, one in told}) == 1
+        self.teams = len({one for *_, one in told})
+        self.is_idle = settings.outer == (1.0, 0.0) and self.teams == 1
         self.steps, self.exchanges = 0, 0.0
         self.weights: Weights | None = None
         self._gap = self._left = max(settings.every // settings.fragments, 1)
@@ -271,7 +289,8 @@ class OuterSteps:
         self._velocity = np.zeros(weights.trained if self._settings.outer[1] else 0, weights.dtype)
         self._work = np.empty(max(end - start for start, _, end in self._cuts), weights.dtype)
         compression = self._settings.compression
-        self._codecs = [None if compression is None else compression.codec() for _ in range(fragments)]
+        recovers = self._communicator.recovers
+        self._codecs = [None if compression is None else compression.codec(recovers) for _ in range(fragments)]
         self._ended, self._steps_then = time.monotonic(), self.steps
 
     # Steps --------------------------------------------------------------------------------------------
@@ -298,6 +317,13 @@ class OuterSteps:
         if self._communicator.rank == 0 and (found := self._settings.misfit(rounds)):
             logger.warning(f"this training had local updates with {found}")
 
+    def wants_change(self) -> bool:
+        """Whether this rank is to leave the job: all ranks hear of it in their next exchange."""
+        return False
+
+    def follow_changes(self, wanted: bool) -> None:
+        """Called on all ranks after an exchange: let ranks leave if one of them `wanted` that."""
+
     def _meet(self, turn: int) -> bool:
         """Exchange with the other ranks.
 
@@ -305,24 +331,27 @@ class OuterSteps:
             turn: which fragment, or _ALL.
 
         Returns:
-            Whether all fragments were exchanged, as all ranks want it.
+            Whether all ranks want all fragments exchanged.
         """
-        began, steps = time.monotonic(), self.steps - self._steps_then
+        began, steps, ranks = time.monotonic(), self.steps - self._steps_then, self._communicator.ranks
         own = _Told(
             *(turn, tuple([self.steps - at for at in self._at]), self._checksum, self._team),
             pace=(began - self._ended) / steps if steps else 0.0,
+            wants_change=self.wants_change(),
         )
         told: list[_Told] = self._communicator.all_gather_object(own, "local updates")
-        self._check_anchors(told)
+        self._check_anchors([one.checksum for one in told])
+        by_rank, wanted = dict(zip(self._communicator.ranks, told, strict=True)), any(one.wants_change for one in told)
         # Those that are due agree: all ranks have been in the same exchanges.
-        due, met = max(one.turn for one in told), time.monotonic()
+        most, met = max(one.turn for one in told), time.monotonic()
+        due = _ALL if wanted else most
         for fragment in range(self._settings.fragments) if due == _ALL else [due]:
-            counts = [one.since[fragment] for one in told]
-            if any(counts):
-                self._exchange(fragment, own.since[fragment] * len(counts) / sum(counts))
+            repeated(partial(self._exchange, fragment, by_rank))
             self._at[fragment] = self.steps
         start, end = (0, self.anchor.size) if due == _ALL else self._cuts[due][::2]
         self._checksum = zlib.crc32(self.anchor[start:end].view(np.uint8))
+        if self._communicator.ranks != ranks:  # there may be no further exchange, in which all compare them
+            self._check_anchors(self._communicator.all_gather_object(self._checksum, "local updates"))
         self._turn = (due + 1) % self._settings.fragments
         pace = next(one.pace for one in told if one.team == self._team)
         if self._settings.seconds and pace:
@@ -331,21 +360,41 @@ class OuterSteps:
         self._ended, self._steps_then = time.monotonic(), self.steps
         if steps and not self._is_timed and self.exchanges >= _TOLD_AFTER * self._settings.fragments:
             self._tell_times(steps, own.pace, self._ended - met)
-        return due == _ALL
+        self.follow_changes(wanted)
+        return most == _ALL
 
-    def _exchange(self, fragment: int, weight: float) -> None:
-        """Average a fragment over all ranks, and move its anchor and weights."""
+    def _exchange(self, fragment: int, told: Mapping[int, _Told]) -> None:
+        """Average a fragment over all ranks, and move its anchor and weights, or neither if ranks are lost meanwhile.
+
+        Args:
+            fragment: which.
+            told: by world rank.
+
+        Raises:
+            MembersLost: the others are to repeat it.
+        """
         assert self.weights is not None
+        counts = [told[rank].since[fragment] for rank in self._communicator.ranks]
+        if not any(counts):
+            return
         start, trained, end = self._cuts[fragment]
         anchor, work, codec = self.anchor[start:end], self._work[: end - start], self._codecs[fragment]
         change = work[: trained - start]
         self.weights.read(start, work)
         change -= anchor[: change.size]
+        weight = counts[self._communicator.rank] * len(counts) / sum(counts)
         if weight != 1:
             work *= weight
         if codec is not None:
             codec.begin(work, trained - start)
-        self._communicator.all_reduce(HostMemory(work, self.weights.dtype), Op.AVERAGE, codec)
+        memory = HostMemory(work, self.weights.dtype)
+        reduce = partial(self._communicator.all_reduce, memory, Op.AVERAGE, codec)
+        try:  # synchronously: else the collective repeats itself, with the weights of the ranks that were there
+            self._communicator.run_synchronously("local updates", reduce)
+        except MembersLost:
+            if codec is not None:
+                codec.undo()
+            raise
         lr, momentum = self._settings.outer
         if momentum:  # as torch.optim.SGD(nesterov=True), where -change is the gradient
             velocity = self._velocity[start:trained]
@@ -359,8 +408,7 @@ class OuterSteps:
         self.weights.write(start, anchor)
         self.exchanges += 1
 
-    def _check_anchors(self, told: Sequence[_Told]) -> None:
-        checksums = [one.checksum for one in told]
+    def _check_anchors(self, checksums: Sequence[int]) -> None:
         if len(set(checksums)) > 1:
             most = max(checksums, key=checksums.count)
             odd = [rank for rank, one in zip(self._communicator.ranks, checksums, strict=True) if one != most]

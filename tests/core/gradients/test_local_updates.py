@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ring_plugins.core.arrays.codec import Compression
-from ring_plugins.core.base.errors import ArgumentError, DriftError
+from ring_plugins.core.base.errors import ArgumentError, DriftError, MembersLost
 from ring_plugins.core.gradients.local_updates import OuterSteps, Settings
 
 LINE = 16
@@ -19,6 +19,7 @@ class Meeting:
 
     def __init__(self, size):
         self.barrier, self.items = threading.Barrier(size, timeout=20), [None] * size
+        self.lock, self.next = threading.Lock(), None  # among those that are left after a loss
 
     def gather(self, rank, item):
         self.items[rank] = item
@@ -31,6 +32,8 @@ class Meeting:
 class Threads:
     """A communicator of one of these ranks."""
 
+    recovers = False
+
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.items)
         self.ranks, self.sent = (*range(self.size),), []
@@ -41,6 +44,36 @@ class Threads:
     def all_reduce(self, memory, op, codec=None):
         self.sent.append(memory.array.size)
         memory.array[:] = np.mean(self.meeting.gather(self.rank, memory.array.copy()), axis=0, dtype=np.float64)
+
+    def run_synchronously(self, description, function):
+        return function()
+
+
+class Dead(Exception):
+    """Ends a rank, of which the others see nothing more."""
+
+
+class Mortals(Threads):
+    """The same where ranks die in their all-reduces, counted from 0: {number: rank}."""
+
+    recovers, deaths = True, dict[int, int]()
+
+    def all_reduce(self, memory, op, codec=None):
+        victim = self.deaths.get(len(self.sent))
+        if codec is not None:
+            codec.pack(memory.array)
+        if victim is None or victim not in self.ranks:
+            super().all_reduce(memory, op)
+            return
+        self.sent.append(memory.array.size)
+        memory.array[:] = np.nan  # what it holds then is anybody's
+        own, ranks = self.ranks[self.rank], tuple(rank for rank in self.ranks if rank != victim)
+        if own == victim:
+            raise Dead
+        with self.meeting.lock:
+            self.meeting.next = self.meeting.next or Meeting(len(ranks))
+        self.meeting, self.ranks, self.size, self.rank = self.meeting.next, ranks, len(ranks), ranks.index(own)
+        raise MembersLost("a rank has died", victim)
 
 
 class Numbers:
@@ -59,13 +92,13 @@ class Numbers:
         self.array[start : start + values.size] = values
 
 
-def on_ranks(size, function):
+def on_ranks(size, function, kind=Threads):
     """Call `function(communicator)` on threads; return results or exceptions by rank."""
     meeting, found = Meeting(size), [None] * size
 
     def work(rank):
         try:
-            found[rank] = function(Threads(meeting, rank))
+            found[rank] = function(kind(meeting, rank))
         except Exception as error:
             found[rank] = error
 
@@ -232,6 +265,68 @@ def test_hosts_take_steps_by_their_speed_where_exchanges_go_by_time():
     assert fast == same
     assert 9 < fast <= 100
     assert slow <= 10
+
+
+def test_an_exchange_in_which_a_rank_dies_is_repeated_without_it(monkeypatch):
+    """Rank 1 dies in the first exchange, and rank 0 in the last."""
+    monkeypatch.setattr(Mortals, "deaths", {0: 1, 4: 0})
+    found = on_ranks(3, trained(Settings.checked(2, fragments=2), lambda rank: 3, 2 * LINE), Mortals)
+    assert isinstance(found[0], Dead) and isinstance(found[1], Dead)
+    outer, weights, history, sent = found[2]
+    assert history[0][[0, LINE]].tolist() == [(1 + 3) / 2, 3]  # of ranks 0 and 2
+    assert history[1][[0, LINE]].tolist() == [2 + 3, (2 + 6) / 2]
+    assert history[2][[0, LINE]].tolist() == [(2 + 2 + 2 + 6) / 2, 4 + 3]
+    assert weights[[0, LINE]].tolist() == [6, 4 + 3]  # of rank 2 alone
+    assert len(sent) == 6
+    assert (outer.anchor == weights).all()
+
+
+def test_a_lost_rank_has_no_weight_in_the_average(monkeypatch):
+    monkeypatch.setattr(Mortals, "deaths", {0: 1})
+    _, _, (outer, weights, _, _) = on_ranks(3, trained(Settings.checked(100), lambda rank: rank + 1), Mortals)
+    assert (weights == (1 * 1 + 3 * 9) / 4).all()
+    assert outer.exchanges == 1
+
+
+def test_rounding_errors_of_an_exchange_that_is_repeated_are_forgotten(monkeypatch):
+    def work(communicator):
+        outer, weights = OuterSteps(settings, communicator, communicator.rank), Numbers(LINE)
+        outer.begin(weights)
+        weights.array += np.linspace(0, 1, LINE, dtype=np.float32) ** 2
+        outer.after_step()
+        return outer._codecs[0]._errors
+
+    settings, errors = Settings.checked(1, compression=Compression("int8", True)), []
+    for deaths in ({}, {0: 1}):
+        monkeypatch.setattr(Mortals, "deaths", deaths)
+        errors.append(on_ranks(2, work, Mortals)[0])
+    assert errors[0].any()
+    assert (errors[0] == errors[1]).all()
+
+
+def test_all_fragments_are_exchanged_before_a_rank_leaves():
+    class Leaving(OuterSteps):
+        followed: list[bool]
+
+        def wants_change(self):
+            return self._communicator.rank == 1 and self.steps == 2
+
+        def follow_changes(self, wanted):
+            self.followed.append(wanted)
+
+    def work(communicator):
+        outer, weights = Leaving(Settings.checked(4, fragments=4), communicator, communicator.rank), Numbers(4 * LINE)
+        outer.followed = []
+        outer.begin(weights)
+        for _ in range(3):
+            weights.array += communicator.rank + 1
+            outer.after_step()
+        return outer.followed, outer._turn, weights.array[::LINE].tolist()
+
+    for rank, (followed, turn, weights) in enumerate(on_ranks(2, work)):
+        own = rank + 1.0
+        assert (followed, turn) == ([False, True, False], 1)
+        assert weights == [3 + 1.5, 3 + own, 3 + own, 3 + own]
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.0, None, "", "30", "0s", "1h", [1]])

@@ -1,0 +1,86 @@
+"""Local updates of which ranks are lost, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
+
+TEST_OPTIONS are those of the optimizer. At the point "SIGTERM" a rank gets that signal in the step, and leaves at the
+next exchange. A "barrier" is one of those of exchanges of weights from that step on: local steps have none.
+"""
+
+from tests.campaigns.light_torch import import_torch
+
+if __name__ == "__main__":
+    import_torch()
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import ring_plugins as ring
+from ring_plugins.core.gradients.local_updates import OuterSteps
+from ring_plugins.core.world import current
+from ring_plugins.torch import LocalUpdates
+from tests.mortal import end_at
+from tests.worker import report
+
+STEPS = 14
+
+
+def network() -> nn.Module:
+    # A bias before the normalization would have rounding errors for gradients, which Adam makes large.
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    data = torch.from_numpy(np.random.default_rng(1000 * step + rank).standard_normal((4, 5)))
+    loss: torch.Tensor = (model(data) - data[:, :3].square()).square().mean()
+    return loss
+
+
+def main() -> None:
+    ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="continue", min_ranks=int(os.environ["TEST_MIN"]))
+    me = ring.rank()
+    step_of_death, point = json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
+    model, history, changes, step = network(), list[Any](), list[Any](), 0
+    optimizer = LocalUpdates(optimizer_of(model), model, **json.loads(os.environ["TEST_OPTIONS"]))
+    outer, exchange = optimizer._outer, OuterSteps._exchange
+
+    def logged(self: OuterSteps, fragment: int, told: Mapping[int, Any]) -> None:
+        before = self.exchanges
+        exchange(self, fragment, told)
+        if self.exchanges > before:
+            members = self._communicator.ranks
+            history.append([step, self._cuts[fragment], {rank: told[rank].since[fragment] for rank in members}])
+
+    OuterSteps._exchange = logged  # type: ignore[method-assign]
+
+    @ring.on_membership_change
+    def told(change: ring.MembershipChange) -> None:
+        mine = [step, [*change.lost], [*change.left], change.size_before, change.size]
+        assert ring.all_gather_object(mine) == [mine] * ring.size()
+        changes.append(mine)
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, me).backward()  # type: ignore[no-untyped-call, unused-ignore]
+        if step == step_of_death:
+            end_at(point)
+        optimizer.step()
+    step = STEPS
+    if step_of_death == STEPS:
+        end_at(point)
+    optimizer.finish()
+    assert current().world_ranks[ring.rank()] == me
+    whole = outer.anchor.tobytes().hex()
+    report("found", {"anchor": outer.anchor.tolist(), "history": history, "changes": changes, "bits": whole}, me)
+
+
+if __name__ == "__main__":
+    main()
