@@ -15,7 +15,7 @@ import torch
 
 from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.gradients.local_updates import Settings
+from ring_plugins.core.gradients.local_settings import Settings
 from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.torch.local_updates import BetweenHosts, floating_buffers

@@ -21,7 +21,8 @@ from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.arrays.memory import CACHE_LINE
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.base.types import Array
-from ring_plugins.core.gradients.local_updates import OuterSteps, Settings
+from ring_plugins.core.gradients.local_settings import Settings
+from ring_plugins.core.gradients.local_updates import OuterSteps
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.averaging_check import averages_seldom

@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.arrays.memory import CACHE_LINE, HostMemory
 from ring_plugins.core.base.errors import (
@@ -53,117 +51,14 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
+from ring_plugins.core.gradients.local_settings import Settings
 
-#: What `outer="nesterov"` means: it won at 8 to 100 exchanges (docs/slow_networks.md), where the 0.7 and 0.9 of the
-#: literature need hundreds.
-NESTEROV = (0.9, 0.6)
-#: A momentum m remembers 1 / (1 - m) exchanges. It needs so many times these to pay.
-_TIMES_MEMORY = 10
-#: Fewer steps than these between two exchanges tell a momentum little: 8 were worse than one rank alone.
-_FEW_STEPS = 16
 #: Share of the time that the line about the exchanges' time speaks of.
 _SHARE = 0.05
 #: In place of a fragment's number: all of them, once nobody takes steps any more; what is due until then.
 _ALL = -1
 #: The exchange after which rank 0 says how long they take; the first ones make connections and buffers.
 _TOLD_AFTER = 3
-
-
-class Settings(NamedTuple):
-    """How ranks exchange; equal on all of them.
-
-    Attributes:
-        every: steps from one exchange of a fragment to the next; 0 if `seconds` count.
-        seconds: the same as time.
-        outer: learning rate and momentum of the outer optimizer; 1 and 0 average.
-        fragments: how many there are.
-        compression: of what is sent between hosts.
-    """
-
-    every: int
-    seconds: float
-    outer: tuple[float, float]
-    fragments: int
-    compression: Compression | None
-
-    @classmethod
-    def checked(
-        cls,
-        every: int | str,
-        outer: Any = "average",
-        fragments: int = 1,
-        compression: Compression | None = None,
-        steps: int | None = None,
-        name: str = "every",
-    ) -> Settings:
-        """What a user asks for.
-
-        Args:
-            every: a number of steps, or a time such as "30s".
-            outer: "average", "nesterov" or a learning rate and a momentum.
-            fragments: how many parts of the weights take turns.
-            compression: of what is sent.
-            steps: how many steps the training has, if that is known.
-            name: what the user calls `every`.
-
-        Raises:
-            ArgumentError: a value is impossible, or they do not suit each other.
-        """
-        by_time = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", every) if isinstance(every, str) else None
-        seconds = float(by_time[1]) if by_time else 0.0
-        if not seconds and not _is_count(every):
-            raise ArgumentError(f'{name}={every!r} must be a number of steps from 1, or a time such as "30s".')
-        pair: Any = {"average": (1.0, 0.0), "nesterov": NESTEROV}.get(outer) if isinstance(outer, str) else outer
-        try:
-            lr, momentum = map(float, pair)
-            is_right = 0 < lr < math.inf and 0 <= momentum < 1
-        except (TypeError, ValueError):
-            is_right = False
-        if not is_right:
-            raise ArgumentError(
-                f'outer={outer!r} must be "average", "nesterov" (which is {NESTEROV}), or a learning rate above 0 and '
-                "a momentum from 0 to below 1, such as (0.7, 0.9)."
-            )
-        if not _is_count(fragments):
-            raise ArgumentError(f"fragments={fragments!r} must be a number from 1.")
-        if fragments > 1 and (seconds or int(every) % fragments):
-            raise ArgumentError(
-                f"fragments={fragments} must divide {name}={every!r}, since fragments take turns in equal numbers of "
-                f"steps. Take another of the two{', or a number of steps' if seconds else ''}."
-            )
-        if compression is not None and compression.name == AUTO:
-            raise ArgumentError(
-                'compression="auto" tries codecs in the first steps, and exchanges of local updates are too few for '
-                'that: use "int8" up to 1 Gbit/s, "bf16", or None.'
-            )
-        settings = cls(0 if seconds else int(every), seconds, (lr, momentum), int(fragments), compression)
-        if steps is not None and not _is_count(steps):
-            raise ArgumentError(f"steps={steps!r} must be the number of steps of the training, or None.")
-        if steps is not None and settings.every and momentum and steps // settings.every < round(1 / (1 - momentum)):
-            raise ArgumentError(f"{settings.misfit(steps // settings.every)} {name} is {every}, and steps {steps}.")
-        return settings
-
-    def misfit(self, exchanges: float) -> str:
-        """What is wrong with the momentum for so many exchanges of each fragment, and what to do; "" if nothing is."""
-        momentum = self.outer[1]
-        needed = round(_TIMES_MEMORY / (1 - momentum)) if momentum else 0
-        if exchanges < needed:
-            remedy = 'outer="average"' if momentum <= NESTEROV[1] else f'outer={NESTEROV} or "average"'
-            return (
-                f"outer={self.outer} with {exchanges:.0f} exchanges: a momentum of {momentum:g} needs about {needed}, "
-                f"else weights may become worse than those of one host alone. Use {remedy}, or exchange more often."
-            )
-        if momentum and 0 < self.every < _FEW_STEPS:
-            return (
-                f"outer={self.outer} with {self.every} steps between exchanges: a momentum needs {_FEW_STEPS} or more, "
-                'else weights may become worse than those of one host alone. Use outer="average", or exchange less '
-                "often."
-            )
-        return ""
-
-
-def _is_count(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, np.integer)) and int(value) >= 1
 
 
 class Weights(Protocol):
