@@ -33,7 +33,7 @@ T = TypeVar("T")
 _ONE_BFLOAT16 = 0x3F80
 _NOTHING = np.empty(0)
 #: Bits of the number of a batch's samples.
-_SAMPLE_BITS = 16
+_SAMPLE_BITS = 32
 
 
 class HostBuckets:
@@ -60,7 +60,7 @@ class HostBuckets:
     Attributes:
         checks: as given.
         counted: samples of this rank that count in the pass, and those of a full batch; None if ranks weigh alike. They
-            must be integers below 65536: their bits travel, which 16-bit floats can tell, too.
+            must be integers below 2 ** 32: their bits travel, which 16-bit floats can tell, too.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -225,8 +225,8 @@ class HostBuckets:
         if bucket.index == len(self.plan.buckets) - 1:
             np.multiply(bits_of(self.checks.number()), one, out=self._control, casting="unsafe")
             counted = 0 if self.counted is None else self.counted[0]
-            for bit in range(_SAMPLE_BITS):
-                self._samples[bit] = one if counted >> bit & 1 else 0
+            bits = np.unpackbits(np.array([counted], "<u4").view(np.uint8), bitorder="little")
+            np.multiply(bits, one, out=self._samples, casting="unsafe")
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)

@@ -133,7 +133,8 @@ class UnevenData:
         """How many samples count in a batch: a number, or while TensorFlow traces a tensor."""
         if self.is_filling or not self._counts_samples:
             return int(not self.is_filling)
-        return backend().batch_size(_first_array(data))
+        first = _first_array(data)
+        return self.full if first is None else backend().batch_size(first)
 
     def remove(self, averagings: Sequence[GradientAveraging]) -> None:
         """Undo everything."""
@@ -266,18 +267,24 @@ def _scaled_loss(averaging: GradientAveraging, share: BatchShare, scale: Callabl
 
 
 def _first_array(data: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    """The first array of a batch of any structure that has a dimension, None if none has."""
+    return next((leaf for leaf in keras.tree.flatten(data) if _has_rows(leaf)), None)
+
+
+def _has_rows(leaf: Any) -> bool:
+    shape = getattr(leaf, "shape", None)
+    if shape is None or getattr(shape, "rank", 0) is None:  # TensorFlow may not know yet how many dimensions there are
+        return shape is not None
+    return len(shape) > 0
 
 
 def _batch_size(adapter: Any, data: Any) -> int | None:
     """Samples of a full batch, None if that is not known."""
     size = adapter.batch_size
     # Keras 3.15.1, data_adapters: what these have read, or read, to know the shapes of batches.
-    if size is None and getattr(adapter, "_first_batches", None):
-        size = _first_array(adapter._first_batches[0]).shape[0]
-    if size is None and isinstance(data, keras.utils.PyDataset):
-        size = _first_array(data[0]).shape[0]
+    known = getattr(adapter, "_first_batches", None) or ([data[0]] if isinstance(data, keras.utils.PyDataset) else [])
+    if size is None and known and (first := _first_array(known[0])) is not None:
+        size = first.shape[0]
     pending = [data]
     while size is None and pending:  # TensorFlow 2.21, data/ops/batch_op.py
         part = pending.pop()

@@ -65,13 +65,13 @@ def test_averages_that_somebody_keeps_are_not_written_again_and_others_are():
     assert on_thread_ranks(2, rank_of) == [4, 4]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_averages_are_those_of_the_samples_that_came(in_place):
+@pytest.mark.parametrize(("in_place", "full"), [(False, 300), (True, 70_000)])
+def test_averages_are_those_of_the_samples_that_came(in_place, full):
     """What a rank gives is multiplied by its part of a full batch; a rank that has run out gives zeros."""
     from ring_plugins.keras.buckets import HostBuckets
 
     entries = [Entry("small", "float32", 3), Entry("large", "float32", 40_000), Entry("half", "bfloat16", 2)]
-    full, samples = 300, (300, 7, 0)
+    samples = (full, 7, 0)
 
     def rank_of(rank, communicator):
         buckets = HostBuckets(entries, communicator, BucketSizes(64, 64, 1024), in_place=in_place)
@@ -88,8 +88,8 @@ def test_averages_are_those_of_the_samples_that_came(in_place):
         return averages(samples), averages((0, 0, 0)), averages((full,) * 3)
 
     for came, nobody, all_ranks in on_thread_ranks(3, rank_of):
-        assert came[:2] == pytest.approx([(300 + 14) / 307] * 2, rel=1e-6)
-        assert came[2] == pytest.approx(314 / 307, rel=0.02)  # in 8 bits
+        assert came[:2] == pytest.approx([(full + 14) / (full + 7)] * 2, rel=1e-6)
+        assert came[2] == pytest.approx((full + 14) / (full + 7), rel=0.02)  # in 8 bits
         assert (nobody, all_ranks) == ([0.0] * 3, [2.0] * 3)
 
 

@@ -54,3 +54,20 @@ def test_data_that_nothing_has_divided_is_noticed_once(seen):
     assert second == ["end of fit"] * 3
     assert [first[0], *first[2:]] == ["end of fit"] * 3
     assert first[1].startswith("ranks 0, 1 have the same samples in their first batch")
+
+
+def test_samples_are_counted_in_batches_of_any_structure():
+    """A train_step of the script's own may take more than x, y and weights, and numbers beside arrays."""
+    import numpy as np
+
+    from ring_plugins.keras.uneven import _batch_size, _first_array
+
+    x = np.zeros((3, 2))
+    for batch in ((x, 1, 2, 3), {"a": np.float32(1), "x": x}, [1.0, (None, x)], x):
+        assert _first_array(batch) is x
+    assert _first_array((1.0, [2])) is None
+
+    class Adapter:
+        batch_size, _first_batches = None, [(1.0, x, x, x)]
+
+    assert _batch_size(Adapter(), iter(())) == 3
