@@ -8,11 +8,15 @@ whether to prune, an error. Works with any framework, since it is one broadcast 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+
+#: In the texts of objects that have none of their own; each process has others.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class SharedTrial:
@@ -26,6 +30,7 @@ class SharedTrial:
 
     def __init__(self, trial: Any = None) -> None:
         self._trial = trial
+        self._mismatch: MismatchError | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -45,15 +50,27 @@ class SharedTrial:
                 told = own, found if options is None else found(*args, **options), None
             except Exception as error:
                 told = own, None, error
-        asked, answer, raised = ring.broadcast_object(told)
-        if asked != own and not name.startswith(("report", "set_")):  # measured values may differ: rank 0's count
-            raise MismatchError(
+        found = ring.broadcast_object(told)
+        if not isinstance(found, tuple):
+            raise self._ended_alone("0", str(ring.rank()), own)
+        asked, answer, raised = found
+        is_measured = name.startswith(("report", "set_"))  # may differ: rank 0's count
+        if not is_measured and _ADDRESS.sub("", asked) != _ADDRESS.sub("", own):
+            self._mismatch = MismatchError(
                 f"rank 0 asked its trial for {asked}, and rank {ring.rank()} for {own}. All ranks have to ask a "
                 "SharedTrial for the same, in the same order: let what decides what to ask for be equal on all ranks."
             )
+            raise self._mismatch
         if raised is not None:
             raise raised
         return answer
+
+    def _ended_alone(self, ended: str, goes_on: str, asked: str) -> MismatchError:
+        self._mismatch = MismatchError(
+            f"rank {ended} has ended a trial in which rank {goes_on} asks for {asked}. What ends a trial has to be "
+            "raised on all ranks: decide by trial.should_prune(), or let ranks tell each other that one has failed."
+        )
+        return self._mismatch
 
 
 def optimize(study: Any, objective: Callable[[SharedTrial], Any], **options: Any) -> None:
@@ -94,7 +111,12 @@ def optimize(study: Any, objective: Callable[[SharedTrial], Any], **options: Any
         ring.broadcast_object(False)
         return
     caught = options.get("catch", ())
-    ends = (optuna.TrialPruned, *(caught if isinstance(caught, tuple | list) else (caught,)))
-    while ring.broadcast_object(None):
+    ends = (optuna.TrialPruned, *((caught,) if isinstance(caught, type) else caught))
+    while told := ring.broadcast_object(None):
+        trial = SharedTrial()
+        if isinstance(told, tuple):  # no trial begins: rank 0 asks the one that this rank has ended
+            raise trial._ended_alone(str(ring.rank()), "0", told[0])
         with contextlib.suppress(*ends):
-            objective(SharedTrial())
+            objective(trial)
+        if trial._mismatch is not None:  # which rank 0 does not know of: it is no error to go on behind
+            raise trial._mismatch

@@ -80,3 +80,30 @@ def test_an_error_of_rank_0s_trial_is_everyones(monkeypatch):
     monkeypatch.setattr(ring.core.functions, "broadcast_object", lambda _: ("number", None, error))
     with pytest.raises(ValueError, match="another trial"):
         SharedTrial().number  # noqa: B018
+
+
+@pytest.mark.parametrize("told", ["other", "rank 0 has ended it", "rank 1 has ended it", "addresses"])
+def test_a_rank_out_of_step_raises_whatever_the_study_catches(monkeypatch, told):
+    """Otherwise its trials and those of rank 0 would differ from then on."""
+    answers = {
+        "other": [True, ("suggest_float('y', 0, 1)", 0.5, None)],
+        "rank 0 has ended it": [True, False],
+        "rank 1 has ended it": [True, ("suggest_float('x', 0, 1)", 0.5, None), ("should_prune()", False, None)],
+        "addresses": [True, (f"suggest_categorical('x', [{object()!r}])", 0.5, None), False],
+    }[told]
+    monkeypatch.setattr(ring.core.functions, "rank", lambda: 1)
+    monkeypatch.setattr(ring.core.functions, "broadcast_object", lambda _: answers.pop(0))
+
+    def objective(trial):
+        if told == "addresses":
+            trial.suggest_categorical("x", [object()])
+        else:
+            trial.suggest_float("x", 0, 1)
+
+    if told == "addresses":
+        optimize(None, objective, catch={Exception})
+        return
+    with pytest.raises(
+        ring.MismatchError, match=told.replace(" it", " a trial") if told != "other" else "rank 0 asked its trial for"
+    ):
+        optimize(None, objective, catch={Exception})
