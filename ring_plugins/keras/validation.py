@@ -143,7 +143,8 @@ class SynchronizedStop:
 
     def _exchange(self, model: Any, point: int, has_more: bool = False) -> bool:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
-        wants_change, number = int(current().elastic.wants_change), self._checks.number()
+        world, number = current(), self._checks.number()
+        wants_change = int(world.recovers and world.elastic.wants_change)  # else only `preempted` asks, among all ranks
         flags = [int(model.stop_training), point, -point, wants_change, 0, int(has_more), number, -number]
         where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
         with self._same_step(where):

@@ -147,8 +147,9 @@ class GradientAverager:
             self._recovery: RecoveryCheck | None = None
             #: Of the job, of whose end passes tell; none where threads of one process are the ranks.
             self._elastic: Any = (
-                current().elastic if is_initialized() else SimpleNamespace(wants_change=False, passes=0)
+                current().elastic if is_initialized() else SimpleNamespace(wants_change=False, passes=0, widest=0)
             )
+            self._elastic.widest = max(self._elastic.widest, self.communicator.size)
             if self.communicator.recovers:
                 if tuning_is_wanted(autotune):
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
@@ -496,7 +497,10 @@ class GradientAverager:
         Returns:
             Whether the membership changes now: a rank leaves, or a process joins.
         """
-        buckets.wants_change = self._elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
+        # What a group has averaged tells nothing if others are averaged among more ranks, which would not know yet.
+        tells_all = self._recovery is not None or self.communicator.size >= self._elastic.widest
+        wants_change = self._elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
+        buckets.wants_change = tells_all and wants_change
         at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined
         at_once |= self._recovery is not None  # the host has waited for the GPU
         try:
@@ -515,7 +519,8 @@ class GradientAverager:
             self._sets.sparse.update(outcome.found_sparse)
             self._sets.drop_all()
         self.steps += 1
-        self._elastic.passes += at_once or self._streams is None  # else it is not known yet what was told
+        # Else it is not known yet what was told.
+        self._elastic.passes += tells_all and (at_once or self._streams is None)
         if self.sums:
             parameters = [parameter for _, parameter in self._sets.named]
             _multiply(itertools.compress(parameters, buckets.is_trained), self.communicator)

@@ -89,6 +89,7 @@ class LocalUpdates(DistributedOptimizer):
         with constructed_by_all("the construction of LocalUpdates", members):
             if current().replaces:
                 current().refuse_to_recover('LocalUpdates ("continue" works)')
+            current().elastic.widest = max(current().elastic.widest, members.size)  # so no host leaves by itself
             settings = Settings.checked(every, outer, fragments, Compression.named(compression, error_feedback), steps)
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")

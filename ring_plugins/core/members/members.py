@@ -82,6 +82,8 @@ class Elastic:
         recovery: how communicators go on without lost ranks.
         averages: whether the script has made what averages gradients, whose passes carry `wants_change` to all ranks.
         passes: how many passes have carried it.
+        widest: among how many ranks at most the script averages gradients. Passes among fewer, in groups, carry
+            nothing: some ranks would know in this step, and the others in the next one.
         is_ending: whether all ranks know, since the same place, that the job is to end as a whole.
         mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
@@ -95,7 +97,7 @@ class Elastic:
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         self.averages = False
-        self.passes, self._passes_asked = 0, -1
+        self.passes, self._passes_asked, self.widest = 0, -1, 0
         self.is_ending = False
         self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
@@ -272,13 +274,16 @@ class Elastic:
     def is_preempted(self) -> bool:
         """Whether the job is to end as a whole, so that the script saves and leaves; the same answer on all ranks.
 
-        Passes of gradients since the last call have told it. If there was none, this is collective.
+        Passes of gradients since the last call have told it. If there was none, this is collective. Where only groups
+        average gradients, each group has an answer of its own.
 
         Raises:
             SystemExit: this rank leaves, and the others go on.
         """
         self.preemption_notice.ask()
-        if self.passes == self._passes_asked and not self.is_ending:
+        if self.mesh is None and self.widest == 1:  # this rank is a group, in which nothing is averaged
+            self.is_ending |= self.wants_change
+        elif self.passes == self._passes_asked and not self.is_ending:
             wants_change = np.array([self.wants_change], np.int64)
             with purpose("preempted"):
                 self._job.communicator.all_reduce(HostMemory(wants_change, "int64"), Op.MAX)

@@ -16,6 +16,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.joining.state_transfer import Root
+from ring_plugins.core.world import current
 from ring_plugins.keras import backends, slices
 from ring_plugins.keras.backends import BatchShare, Settings, Statistics
 from ring_plugins.keras.buckets import unequal_gradients
@@ -67,6 +68,8 @@ class Exchange(backends.Exchange):
             group=settings.group,
         )
         self.communicator = self._averager.communicator
+        elastic = current().elastic  # as with other backends, what a group averages tells nothing
+        elastic.widest = max(elastic.widest, current().topology.size)
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
         self._passes_seen, self._has_told = 0, False
         checks = _AsOne(settings.checks or KerasChecks(), self._averager)

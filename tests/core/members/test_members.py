@@ -152,6 +152,14 @@ def test_a_script_that_asks_gets_the_answer_that_the_job_ends_instead(make, why)
     assert elastic.is_preempted()  # without a word to the others
 
 
+def test_a_rank_that_is_a_group_of_its_own_waits_for_no_others_answer(make):
+    elastic, job, _ = make()
+    elastic.mesh, elastic.widest, job.communicator = None, 1, None
+    assert not elastic.is_preempted()
+    elastic.preemption_notice.given = True
+    assert elastic.is_preempted()
+
+
 def test_who_waits_to_join_is_noted_by_all(make):
     elastic, job, _ = make(told=[(None, {7}, False), (None, {0}, False)])
     elastic.change_members()

@@ -165,3 +165,79 @@ def test_a_job_that_goes_on_after_losses_ends_as_a_whole_only_if_it_has_to(told,
     else:
         assert result.values("saved") == [[0, 1, 2, 3, 4]] * 3, result
         assert result.returncode == 143, result
+
+
+IN_GROUPS = """
+import os, signal, sys
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report
+
+ring.init(ranks=3)
+torch.manual_seed(0)
+kind = os.environ["TEST_KIND"]
+mine = ring.Group.split(ring.rank() == 2)  # ranks 0 and 1, and rank 2 alone
+models = [torch.nn.Linear(2, 1) for _ in range(2)]
+optimizers = [
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), group=group)
+    for model, group in zip(models, [mine, mine if kind == "groups" else None])
+]
+steps = []
+for step in range(6):
+    for model, optimizer in zip(reversed(models), reversed(optimizers)):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 2 and ring.rank() == 0 and kind == "layers":  # known to the group's next pass, but not to all
+            os.kill(os.getpid(), signal.SIGTERM)
+            kind = ""
+    if step == 2 and ring.rank() == 2 and kind == "groups":
+        os.kill(os.getpid(), signal.SIGTERM)
+    steps.append(step)
+    if ring.preempted():
+        break
+report("steps", steps)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "steps"), [("layers", [4, 4, 4]), ("groups", [6, 6, 3])])
+def test_what_a_group_averages_does_not_tell_some_ranks_of_the_end_before_others(kind, steps):
+    result = run_ranks(IN_GROUPS, 3, env={"TEST_KIND": kind}, timeout=120)
+    assert [len(of_rank) for of_rank in result.values("steps")] == steps, result
+
+
+KERAS_IN_GROUPS = """
+import os, signal
+import keras
+import numpy as np
+import ring_plugins as ring
+from ring_plugins.keras import BroadcastCallback
+from tests.worker import report
+
+class Ask(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == 2 and ring.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.model.stop_training |= ring.preempted()
+
+ring.init(ranks=3)
+x = np.arange(24, dtype="float32").reshape(12, 2) * (ring.rank() + 1)
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+ask, mine = Ask(), ring.Group.split(ring.rank() == 2)
+ring.preempted()
+model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[ask, BroadcastCallback(group=mine)])
+report("steps", ask.steps)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_fit_in_a_group_ends_with_those_in_others(backend):
+    result = run_ranks(KERAS_IN_GROUPS, 3, env={"KERAS_BACKEND": backend}, timeout=120)
+    assert result.values("steps") == [2, 2, 2], result
