@@ -305,16 +305,17 @@ class MeasuredCompression(Choice[Compression | None]):
 def choose_compression(
     wanted: Compression | None, node: int, communicator: Communicator[Any]
 ) -> Choice[Compression | None]:
-    """How gradients of an averager in host memory travel between hosts; collective if "auto" is `wanted`.
+    """How gradients of an averager in host memory travel between hosts; collective.
 
     Args:
-        wanted: the user's choice, the same on all ranks.
+        wanted: the user's choice, the same on all ranks. If it is not, what compares the buckets says so.
         node: the number of this rank's host.
         communicator: that of the reductions.
     """
+    nodes = communicator.all_gather_object(node, "choice of compression")
     if wanted is None or wanted.name != AUTO:
         return Choice(wanted)
-    if len(set(communicator.all_gather_object(node, "choice of compression"))) == 1:
+    if len(set(nodes)) == 1:
         return UNCHANGED
     return MeasuredCompression(wanted.tried, communicator)
 

@@ -28,9 +28,10 @@ class Answers(SingleCommunicator):
 
     def __init__(self, others=(), size=2):
         super().__init__("answers")
-        self.size, self.others = size, list(others)
+        self.size, self.others, self.asked = size, list(others), []
 
     def all_gather_object(self, item, purpose=""):
+        self.asked.append(purpose)
         return [item, *self.others]
 
 
@@ -312,7 +313,9 @@ def test_eight_bits_without_error_feedback_are_not_tried():
 
 def test_what_the_user_chose_and_what_does_not_leave_the_host_is_not_tried():
     chosen = Compression.named("int8")
-    assert choose_compression(chosen, 0, Answers()).now is chosen
+    answers = Answers()
+    assert choose_compression(chosen, 0, answers).now is chosen
+    assert answers.asked == ["choice of compression"]  # as on a rank with "auto", which it does not leave waiting
     assert choose_compression(Compression.named("auto"), 1, Answers([1])) is UNCHANGED
     tried = choose_compression(Compression.named("auto"), 0, Answers([1]))
     assert isinstance(tried, MeasuredCompression)
