@@ -64,7 +64,7 @@ def order_of(sampler: Any, drawn_by: DrawnBy) -> list[Any]:
     if not isinstance(drawn_by, int):
         if drawn_by is not None:
             torch.set_rng_state(drawn_by.cpu())
-        return list(sampler)
+        return list(itertools.islice(sampler, length_of(sampler)))  # a sampler with a length may go on for ever
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(drawn_by)
         return list(sampler)

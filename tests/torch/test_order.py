@@ -1,5 +1,7 @@
 """The order of an epoch: every rank's part of it, and what is left of it after an interruption."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -47,6 +49,14 @@ def test_a_random_sampler_draws_the_same_on_all_ranks_and_otherwise_in_each_epoc
         return found
 
     assert drawn(0, 0) == drawn(0, 1) != drawn(1, 0)
+
+
+def test_one_rank_takes_as_many_of_a_sampler_that_never_ends_as_this_says():
+    class Endless(SequentialSampler):
+        def __iter__(self):
+            return itertools.cycle(range(len(self)))
+
+    assert list(EveryNth(Endless(range(3)), 1, 0, seed=None)) == [0, 1, 2]
 
 
 def test_batches_of_a_batch_sampler_are_divided_whole_and_hear_of_epochs():
