@@ -35,7 +35,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -636,13 +636,19 @@ class GradientBuckets:
         """
         if self._late_control is None:
             return 0.0
-        shares = self._shares(self._late_control)
-        failed, sparse, options = shares[_FAILED], shares[_SPARSE], shares[_OPTIONS:]
+        failed, sparse, options = self._late()
+        if (failed or sparse or differ(options)) and torch.cuda.is_available() and not is_capturing():
+            torch.cuda.synchronize()  # the copy may be under way: a part of it beside a part of the one before
+            failed, sparse, options = self._late()
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:
             raise options_error([self._checks.options.texts], [self._communicator.ranks[self._communicator.rank]])
         return failed
+
+    def _late(self) -> tuple[float, float, tuple[float, ...]]:
+        shares = self._shares(cast("torch.Tensor", self._late_control))
+        return shares[_FAILED], shares[_SPARSE], shares[_OPTIONS:]
 
     def _reject_late_sparse(self) -> None:
         names = ", ".join(self.names[i] for i in sorted(self._found_sparse)) or "a parameter on another rank"

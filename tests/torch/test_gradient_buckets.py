@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.gpu import nccl
 from ring_plugins.core.gradients.fusion import BucketSizes
+from ring_plugins.observe.consistency import COUNT
 from ring_plugins.torch import GradientAverager, gradient_buckets
 from ring_plugins.torch.gradient_buckets import GradientBuckets
 from tests.core.collectives.mortal_ranks import on_mortal_ranks
@@ -370,3 +371,17 @@ def test_what_one_of_several_ranks_tells_is_seen_by_a_process_that_made_its_buck
     buckets = buckets_for(nn.Parameter(torch.ones(4)), communicator=communicator)
     communicator.size = 6
     assert buckets._shares(torch.tensor([0.0, 1 / 6])) == (0.0, pytest.approx(1 / 6))
+
+
+def test_control_numbers_that_are_being_copied_from_a_gpu_are_read_again_before_they_are_believed(monkeypatch):
+    buckets = buckets_for(nn.Parameter(torch.ones(2)))
+    told = torch.zeros_like(buckets._control)
+    told[gradient_buckets._OPTIONS] = 1.0  # a bit of one step, whose inverse is still that of the step before
+    told[gradient_buckets._OPTIONS + COUNT // 2] = 1.0
+    buckets._late_control = told
+    with pytest.raises(MismatchError):
+        buckets.check_late()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", told.zero_)
+    monkeypatch.setattr(gradient_buckets, "is_capturing", lambda: False)
+    assert not buckets.check_late()
