@@ -35,6 +35,7 @@ from ring_plugins.torch import GradientAverager
 
 BYTES = 25 << 20
 WIDTH = 512
+kept: list[GradientAverager] = []
 RATES = ["100mbit", "1gbit", "10gbit"]
 SIZES = [1e-3, 1e-5]
 RANKS = "one rank of one thread per test host, which share these cores"
@@ -80,6 +81,7 @@ def steps() -> tuple[dict[str, Callable[[], None]], str]:
             step()
         if name == AUTO:
             chosen = str(choices[0].now)
+        kept.append(averager)  # without a reference it would stop averaging
         found[f"step, {name or 'none'}"] = step
     return found, chosen
 
