@@ -1,13 +1,13 @@
 """How much of a training is kept while its ranks are killed one after the other.
 
-    python benchmarks/kills.py                                # about 15 minutes
-    python benchmarks/kills.py --every 5 --seconds 60 --only replace torchrun
+    python benchmarks/kills.py                                # three quarters of an hour
+    python benchmarks/kills.py --seconds 180 60 --only replace torchrun
     python benchmarks/kills.py --torchft PYTHON               # also torchft, with the interpreter that has it
 
-Each variant trains the same small network on three ranks, first undisturbed and then while one of its processes is
-killed with SIGKILL every few seconds, in turn. A training counts by the samples that its weights have seen: a step that
-is done again after going back to a checkpoint counts once, and a step in which a rank is missing counts less. "kept" is
-that number per second, as a share of the same variant's undisturbed one.
+Each variant trains the same small network on three ranks, while one of its processes is killed with SIGKILL every few
+seconds, in turn. A training counts by the samples that its weights have seen: a step that is done again after going
+back to a checkpoint counts once, and a step in which a rank is missing counts less. "kept" is that number per second,
+as a share of the same run's own where no kill is near (`undisturbed`).
 
     replace     ring_plugins with on_failure="replace": the others go on, and a new process takes the place
     spare       the same with `ring run --standbys 1`: a process that has imported torch takes the place
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +294,12 @@ def done(logs: Path) -> dict[tuple[int, int], float]:
     return found
 
 
-def measure(variant: str, every: float | None, seconds: float, torchft: str | None) -> dict[str, Any]:
+def measure(variant: str, every: float, seconds: float, torchft: str | None) -> dict[str, Any]:
     """Train for some seconds.
 
     Args:
         variant: of those above.
-        every: seconds from one kill to the next; None for no kills.
+        every: seconds from one kill to the next.
         seconds: to train, from when all ranks have done 20 steps.
         torchft: the interpreter that has it.
 
@@ -320,13 +320,46 @@ def measure(variant: str, every: float | None, seconds: float, torchft: str | No
         end, kills = begin + seconds, 0
         while (now := time.monotonic()) < end:
             job.tick()
-            if every is not None and now - begin >= every * (kills + 0.5):
+            if now - begin >= every * (kills + 0.5):
                 kills += job.kill(kills % SIZE)
             time.sleep(0.02)
         times = sorted(when for when in done(logs).values() if begin <= when < end)
     gaps = [later - earlier for earlier, later in zip([begin, *times], [*times, end], strict=True)]
     curve = [BATCH * bisect.bisect(times, begin + half / 2) for half in range(1, round(2 * seconds) + 1)]
     return {"samples": len(times) * BATCH / seconds, "kills": kills, "longest": max(gaps), "curve": curve}
+
+
+def undisturbed(runs: Mapping[str, Mapping[str, Any]]) -> float:
+    """Samples per second of a variant where no kill is near: within 20 s before one, or 20 to 40 s behind it.
+
+    All shares are of this speed, from the same start of the job, since a machine's speed changes between starts.
+
+    Args:
+        runs: what `measure` has returned, by the seconds from one kill to the next.
+    """
+    every = max(map(float, runs))
+    curve, samples, seconds = [0, *runs[f"{every:g}"]["curve"]], 0, 0.0
+    for kill in range(runs[f"{every:g}"]["kills"]):
+        at = every * (kill + 0.5)
+        for begin, end in ((at - 20, at), (at + 20, at + 40)):
+            if begin >= 0 and 2 * end < len(curve):
+                samples += curve[round(2 * end)] - curve[round(2 * begin)]
+                seconds += end - begin
+    return samples / seconds
+
+
+def kept(runs: Mapping[str, Mapping[str, Any]], every: str) -> tuple[float, float]:
+    """The share of its samples that a variant keeps with a kill every so many seconds, and the seconds a kill costs.
+
+    Raises:
+        ValueError: the share is above 1, so the runs cannot be compared.
+    """
+    run = runs[every]
+    seconds = len(run["curve"]) / 2
+    trained = run["curve"][-1] / undisturbed(runs)
+    if trained > seconds:
+        raise ValueError(f"kept {trained / seconds:.0%} with a kill every {every} s: the machine's speed has changed.")
+    return trained / seconds, (seconds - trained) / run["kills"]
 
 
 def slot_has(logs: Path, slot: int, steps: int) -> bool:
@@ -341,8 +374,14 @@ def main() -> None:
         "torchft": train_torchft,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=float, nargs="*", default=[60.0, 5.0], help="seconds from one kill to the next")
-    parser.add_argument("--seconds", type=float, nargs="*", default=[180.0, 60.0], help="to train, for each --every")
+    parser.add_argument(
+        "--every",
+        type=float,
+        nargs="*",
+        default=[60.0, 5.0],
+        help="seconds from one kill to the next, 60 or more in one of them",
+    )
+    parser.add_argument("--seconds", type=float, nargs="*", default=[600.0, 60.0], help="to train, for each --every")
     parser.add_argument("--only", nargs="*", choices=trainings, help="these variants")
     parser.add_argument("--torchft", help="the interpreter of an environment that has torchft")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/kills.json")
@@ -359,16 +398,15 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     for variant in options.only or [name for name in trainings if name != "torchft" or options.torchft]:
-        undisturbed = measure(variant, None, 20, options.torchft)
-        results[variant] = {"undisturbed": undisturbed["samples"], "kills": {}}
-        print(f"{variant:10} undisturbed        {undisturbed['samples']:10,.0f} samples/s", flush=True)
+        runs: dict[str, dict[str, Any]] = {}
         for every, seconds in zip(options.every, options.seconds, strict=True):
-            found = measure(variant, every, seconds, options.torchft)
-            kept = found["samples"] / undisturbed["samples"]
-            results[variant]["kills"][f"{every:g}"] = found | {"kept": kept}
+            runs[f"{every:g}"] = measure(variant, every, seconds, options.torchft)
+        results[variant] = {"kills": runs}
+        for name, run in runs.items():
+            share, cost = kept(runs, name)
             print(
-                f"{variant:10} a kill every {every:3g} s {found['samples']:10,.0f} samples/s, {kept:.0%} kept, "
-                f"{found['kills']} kills, longest pause {found['longest']:.2f} s",
+                f"{variant:10} a kill every {name:>3} s {run['samples']:10,.0f} samples/s, {share:.0%} kept, "
+                f"{run['kills']} kills, {cost:.1f} s lost a kill, longest pause {run['longest']:.2f} s",
                 flush=True,
             )
     if options.keep:

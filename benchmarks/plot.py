@@ -1,6 +1,6 @@
 """Draw all pictures of the documentation from kept results, and write its tables (tables.py).
 
-    python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures, performance.md and README.md
+    python benchmarks/plot.py            # reads benchmarks/results, writes docs/pictures and the pages that have tables
 
 They have no background, and lines and letters of a gray that is readable on white and on black. The line at the bottom
 names machine, ranks, threads, what else used the cores, and the date; measure.py keeps it with each result.
@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tables
 from between_hosts import limit
+from kills import undisturbed
 from measure import RESULTS, load
 from timeline import draw as draw_timeline
 
@@ -212,7 +213,8 @@ def kills() -> None:
         for variant, found in record["variants"].items():
             curve = found["kills"][every]["curve"]
             label, style, color = names[variant]
-            trained = [0.0, *(samples / found["undisturbed"] for samples in curve)]
+            speed = undisturbed(found["kills"])
+            trained = [0.0, *(samples / speed for samples in curve)]
             panel.plot([half / 2 for half in range(len(trained))], trained, style, color=color, label=label)
         seconds = len(curve) / 2
         panel.plot([0, seconds], [0, seconds], ":", color=INK, label="no kills")

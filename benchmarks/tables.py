@@ -1,6 +1,6 @@
 """Write kept results into the documentation, as tables and sentences.
 
-    python benchmarks/tables.py            # reads benchmarks/results, writes docs/performance.md and README.md
+    python benchmarks/tables.py            # reads benchmarks/results, writes the pages that have tables
 
 Each stands between the comments `<!-- results: NAME -->` and `<!-- end -->`, where NAME is a function below.
 tests/test_documentation.py checks that both agree.
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from between_hosts import limit
+from kills import kept
 from measure import load
 
 
@@ -141,7 +142,7 @@ def summary() -> str:
 
 
 def kills() -> str:
-    """What is kept of a training while ranks are killed, and its longest pause."""
+    """What is kept of a training while ranks are killed, the time that a kill costs, and the longest pause."""
     record = load("kills")
     names = {
         "replace": '`on_failure="replace"`',
@@ -152,11 +153,14 @@ def kills() -> str:
     }
     rows, intervals = [], list(next(iter(record["variants"].values()))["kills"])
     for variant, found in record["variants"].items():
-        runs = [found["kills"][every] for every in intervals]
-        rows.append(
-            [names[variant], *(cell for run in runs for cell in (f"{run['kept']:.0%}", f"{run['longest']:.2f}"))]
-        )
-    header = ["", *(cell for every in intervals for cell in (f"a kill every {every} s: kept", "longest pause, s"))]
+        cells = [names[variant]]
+        for every in intervals:
+            share, cost = kept(found["kills"], every)
+            cells += [f"{share:.0%}", f"{cost:.1f}", f"{found['kills'][every]['longest']:.2f}"]
+        rows.append(cells)
+    header = [""]
+    for every in intervals:
+        header += [f"a kill every {every} s: kept", "s lost a kill", "longest pause, s"]
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
@@ -226,7 +230,8 @@ def healing_recovery() -> str:
 
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "healing.md", ROOT / "README.md"
+PAGES = "performance", "fault_tolerance_launchers", "how_recovery_works", "testing"
+DOCUMENTS = *(ROOT / "docs" / f"{page}.md" for page in PAGES), ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 MADE = {
     make.__name__: make

@@ -43,8 +43,8 @@ def init(
     Args:
         ranks: how many processes a script that was started on its own becomes.
         on_failure: what happens when a rank is killed or crashes: "end" ends the job; "continue" lets the other ranks
-            finish the step and go on (docs/healing.md says where that works; the script may start again in this call);
-            "replace" also starts another process in its place. The default is RING_ON_FAILURE, or "end".
+            finish the step and go on (see docs/fault_tolerance.md; the script may start again in this call); "replace"
+            also starts another process in its place. The default is RING_ON_FAILURE, or "end".
         min_ranks: the fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
         max_ranks: up to how many ranks the job may grow by `ring add-ranks` while it runs, with "replace". The default
             is RING_MAX_RANKS, or no more than at the start.

@@ -40,7 +40,7 @@ INSTEAD = {
     "HOROVOD_CYCLE_TIME": _NO_CYCLES,
     "HOROVOD_DISABLE_GROUP_FUSION": _BUCKETS,
     "HOROVOD_DISABLE_NVTX_RANGES": "use RING_TIMELINE=directory",
-    "HOROVOD_ELASTIC_": "the other ranks do not wait for a new process (docs/healing.md)",
+    "HOROVOD_ELASTIC_": "the other ranks do not wait for a new process (docs/fault_tolerance.md)",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "it is always so",
     "HOROVOD_ENABLE_XLA_OPS": "do not compile with jit_compile=True",
     "HOROVOD_FUSION_THRESHOLD": _BUCKETS,

@@ -62,7 +62,7 @@ class BroadcastCallback(keras.callbacks.Callback):
     `model.stop_training`), all stop after the same step. Only the root writes checkpoints, logs and the progress bar.
 
     With `init(on_failure="replace")`, a process that takes the place of a lost rank joins at the end of an epoch, with
-    the others' state (docs/healing.md).
+    the others' state (docs/fault_tolerance.md).
 
     The callback moves itself to the end of the list, after callbacks that restore a state or decide to stop.
 

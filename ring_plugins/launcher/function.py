@@ -76,7 +76,7 @@ def run(
     call is interrupted, and when this process ends for any reason.
 
     With `on_failure="continue"` or `"replace"` the others go on when a rank is killed or crashes in native code, as
-    docs/healing.md says, and the results of those that are left are returned. An exception still ends all.
+    docs/fault_tolerance.md says, and the results of those that are left are returned. An exception still ends all.
 
     Args:
         function: the function. With cloudpickle installed it may come from a notebook or a script, or be a closure,

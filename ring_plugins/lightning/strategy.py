@@ -90,8 +90,8 @@ class RingTrainerLogic(RingParallelLogic):
         gather_predictions: Whether ``Trainer.predict`` returns the predictions of all ranks, on all ranks, in the order
             of the data; by default those of this rank.
         on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
-            step and go on (docs/healing.md); "replace" also starts another process in its place, which joins them
-            between two batches. The default is RING_ON_FAILURE, or "end".
+            step and go on (docs/fault_tolerance.md); "replace" also starts another process in its place, which joins
+            them between two batches. The default is RING_ON_FAILURE, or "end".
         min_ranks: The fewest ranks with which a job goes on. The default is RING_MIN_RANKS, or 1.
         max_ranks: Up to how many ranks ``ring add-ranks`` may let a job grow while it runs, with "replace". The default
             is RING_MAX_RANKS, or no more than at the start.

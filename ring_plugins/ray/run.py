@@ -65,9 +65,9 @@ def run(
     or starts a cluster as usual.
 
     With `on_failure="continue"` the others go on when a rank's actor, its process or its node is lost, as
-    docs/healing.md says, and the results of those that are left are returned. With `"replace"`, all ranks are processes
-    of one actor, which has the resources of all; another process takes the place of a lost one. An exception still ends
-    all.
+    docs/fault_tolerance.md says, and the results of those that are left are returned. With `"replace"`, all ranks are
+    processes of one actor, which has the resources of all; another process takes the place of a lost one. An exception
+    still ends all.
 
     Args:
         function: the function; it may come from a notebook or be a closure.

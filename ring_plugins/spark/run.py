@@ -60,8 +60,8 @@ def run(
     the driver ends. A failed rank is not retried.
 
     With `on_failure="continue"` the others go on when a rank's process is killed or crashes in native code, as
-    docs/healing.md says, and the results of those that are left are returned. If Spark loses an executor or a task, it
-    ends all tasks of the barrier stage, and so the call.
+    docs/fault_tolerance.md says, and the results of those that are left are returned. If Spark loses an executor or a
+    task, it ends all tasks of the barrier stage, and so the call.
 
     Args:
         function: the function; it may come from a notebook or be a closure.

@@ -13,7 +13,7 @@ stop themselves at the points that were drawn. Then it is judged:
     went on   the others finished every step, with the weights of a replay of the membership log in one process, to the
               last bit; they agree on that log, and it has nobody who was gone, and lacks nobody who was not; where
               others take the places of lost ranks, all places were filled again
-    ended     every rank ended with an error that names the dead or stopped one, where docs/healing.md says so
+    ended     every rank ended with an error that names the dead or stopped one, where docs/fault_tolerance.md says so
     hang      a process still ran after a minute; if users' launchers start it on a busy machine, after a longer time
     left      a process or a file stayed behind
     wrong     anything else

@@ -1,7 +1,7 @@
 """The fields that manifests may use: those of the operators' own definitions that are in common use, and no others.
 
-They follow the Go types of kubeflow/mpi-operator (v2beta1), kubeflow/training-operator (v1) and Kubernetes (core/v1,
-batch/v1). A cluster would silently drop a misspelled or misplaced field.
+They follow the Go types of kubeflow/mpi-operator (v2beta1), kubeflow/training-operator (v1), kubeflow/trainer
+(v1alpha1) and Kubernetes (core/v1, batch/v1). A cluster would silently drop a misspelled or misplaced field.
 """
 
 from typing import Any
@@ -47,7 +47,28 @@ CONTAINER = a_record(
     ports=a_list(a_record("containerPort", containerPort=COUNT, name=TEXT, protocol=one_of("TCP", "UDP"))),
     resources=a_record(limits=a_map(QUANTITY), requests=a_map(QUANTITY)),
     volumeMounts=a_list(a_record("name mountPath", name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"})),
-    securityContext=ANYTHING,
+    securityContext=a_record(
+        runAsUser=COUNT,
+        runAsGroup=COUNT,
+        runAsNonRoot={"type": "boolean"},
+        readOnlyRootFilesystem={"type": "boolean"},
+        allowPrivilegeEscalation={"type": "boolean"},
+        privileged={"type": "boolean"},
+        capabilities=a_record(add=a_list(TEXT), drop=a_list(TEXT)),
+        seccompProfile=a_record(
+            "type", type=one_of("RuntimeDefault", "Unconfined", "Localhost"), localhostProfile=TEXT
+        ),
+    ),
+    readinessProbe=a_record(
+        tcpSocket=a_record("port", port=COUNT, host=TEXT),
+        exec=a_record("command", command=a_list(TEXT)),
+        httpGet=ANYTHING,
+        initialDelaySeconds=COUNT,
+        periodSeconds=COUNT,
+        timeoutSeconds=COUNT,
+        failureThreshold=COUNT,
+        successThreshold=COUNT,
+    ),
 )
 POD = a_record(
     "containers",
@@ -113,6 +134,27 @@ PYTORCH_JOB = a_resource(
         nprocPerNode={"type": "string", "pattern": r"^(auto|cpu|gpu|\d+)$"},
     ),
 )
+TRAIN_JOB = a_resource(
+    "trainer.kubeflow.org/v1alpha1",
+    "TrainJob",
+    a_record(
+        "runtimeRef",
+        runtimeRef=a_record("name", name=TEXT, apiGroup=TEXT, kind=one_of("ClusterTrainingRuntime", "TrainingRuntime")),
+        trainer=a_record(
+            image=TEXT,
+            command=a_list(TEXT),
+            args=a_list(TEXT),
+            env=a_list(VARIABLE),
+            numNodes=COUNT,
+            numProcPerNode={"anyOf": [COUNT, one_of("auto", "cpu", "gpu")]},
+            resourcesPerNode=a_record(limits=a_map(QUANTITY), requests=a_map(QUANTITY)),
+        ),
+        suspend={"type": "boolean"},
+        labels=a_map(TEXT),
+        annotations=a_map(TEXT),
+        managedBy=TEXT,
+    ),
+)
 JOB = a_resource(
     "batch/v1",
     "Job",
@@ -140,4 +182,4 @@ SERVICE = a_resource(
         ports=a_list(ANYTHING),
     ),
 )
-BY_KIND = {"MPIJob": MPI_JOB, "PyTorchJob": PYTORCH_JOB, "Job": JOB, "Service": SERVICE}
+BY_KIND = {"MPIJob": MPI_JOB, "PyTorchJob": PYTORCH_JOB, "TrainJob": TRAIN_JOB, "Job": JOB, "Service": SERVICE}

@@ -32,7 +32,7 @@ def test_every_field_is_one_that_the_operator_knows(resource):
 
 def containers(resource):
     if isinstance(resource, dict):
-        yield from resource.get("containers", [])
+        yield from resource.get("containers", [resource["trainer"]] if "trainer" in resource else [])
         for value in resource.values():
             yield from containers(value)
 
@@ -76,12 +76,38 @@ def test_the_job_that_goes_on_without_lost_pods_has_fields_that_kubernetes_knows
 def test_the_manifests_without_mpi_take_their_secret_from_kubernetes():
     command = "kubectl create secret generic ring --from-file=secret=/dev/stdin"
     assert command in (REPOSITORY / "docs" / "launching" / "kubernetes.md").read_text()
-    for name in ("indexed_job.yaml", "pytorchjob.yaml"):
+    for name in ("indexed_job.yaml", "pytorchjob.yaml", "trainjob.yaml"):
         text = (DEPLOY / name).read_text()
-        assert command in text
-        for container in containers([*yaml.safe_load_all(text)][-1]["spec"]):
+        job = [*yaml.safe_load_all(text)][-1]
+        assert command in text and "A second job needs another name" in text.replace("\n#", "")
+        for container in containers(job["spec"]):
             (secret,) = (variable for variable in container["env"] if variable["name"] == "RING_SECRET")
-            assert secret["valueFrom"] == {"secretKeyRef": {"name": "ring", "key": "secret"}}
+            assert secret["valueFrom"] == {"secretKeyRef": {"name": job["metadata"]["name"], "key": "secret"}}
+
+
+@pytest.mark.parametrize("name", ["indexed_job.yaml", "pytorchjob.yaml"])
+def test_pods_without_sshd_run_where_root_is_refused(name):
+    user = re.search(r"useradd .*--uid (\d+)", (DEPLOY / "Dockerfile").read_text())[1]
+    for container in containers([*yaml.safe_load_all((DEPLOY / name).read_text())][-1]["spec"]):
+        context = container["securityContext"]
+        assert (
+            context["runAsNonRoot"]
+            and context["runAsUser"] == int(user)
+            and context["capabilities"] == {"drop": ["ALL"]}
+        )
+        assert not context["allowPrivilegeEscalation"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_the_launcher_waits_until_its_workers_accept_logins():
+    spec = yaml.safe_load((DEPLOY / "mpijob.yaml").read_text())["spec"]
+    (worker,) = containers(spec["mpiReplicaSpecs"]["Worker"])
+    assert worker["readinessProbe"]["tcpSocket"] == {"port": 22}
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+
+
+def test_the_image_takes_neither_an_environment_nor_the_history_of_the_repository():
+    left_out = (REPOSITORY / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "**/__pycache__"} <= set(left_out)
 
 
 def test_the_image_installs_what_the_repository_has():

@@ -20,7 +20,7 @@ def cluster():
 
 
 def train(cluster, deaths, ranks_per_host=2, checks=CHECKS, seconds=60, **env):
-    """Start ranks as docs/healing.md starts train.py, with MASTER_ADDR=host1 and MASTER_PORT=29500."""
+    """Start ranks as docs/fault_tolerance.md starts train.py, with MASTER_ADDR=host1 and MASTER_PORT=29500."""
     size = ranks_per_host * len(cluster.hosts)
     env = {"TEST_DEATHS": json.dumps(deaths), "TEST_MIN": "1", "TEST_RANKS": str(size), **env}
     return cluster.environment(checks, ranks_per_host, env=env).run(seconds, check=False)

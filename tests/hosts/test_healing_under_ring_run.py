@@ -26,7 +26,7 @@ def cluster():
 
 
 def start(cluster, script, ranks_per_host=2, env=None, options=("--no-check",)):
-    """`ring run` on host1 over all hosts, as docs/healing.md starts train.py."""
+    """`ring run` on host1 over all hosts, as docs/fault_tolerance.md starts train.py."""
     size = ranks_per_host * len(cluster.hosts)
     where = ["-H", ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)]
     exported = [word for name in env or {} for word in ("-x", name)]

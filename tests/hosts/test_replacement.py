@@ -24,7 +24,7 @@ def cluster():
 
 
 def start(cluster, deaths, env=None, pending=True, ranks_per_host=2, script=CHECKS, options=("--no-check",), on=None):
-    """`ring run` on host1 over all hosts, or the first `on` ones, as docs/healing.md starts train.py."""
+    """`ring run` on host1 over all hosts, or the first `on` ones, as docs/fault_tolerance.md starts train.py."""
     names = cluster.hosts[:on]
     size = ranks_per_host * len(names)
     env = {
@@ -212,7 +212,7 @@ def test_a_job_grows_on_several_hosts_whoever_dies_meanwhile(cluster, deaths, nu
 
 @pytest.mark.slow
 def test_a_host_may_get_all_added_ranks_and_then_have_more_than_the_other(cluster):
-    """As docs/healing.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
+    """As docs/fault_tolerance.md says: `ring run --max-ranks`, and `ring add-ranks 2 --host host2`, here twice."""
     where = {str(slot): "host2" for slot in range(4, 8)}
     added = [[0, 1, 2, "host2"], [0, 7, 2, "host2"]]
     result = grow(cluster, [[6, 11, "joiner now"]], added=added, where=where, most=8)

@@ -27,7 +27,7 @@ def cluster():
 
 
 def train(cluster, launcher, deaths, script=CHECKS, env=None, pending=True):
-    """Two ranks on each host, as docs/healing.md starts train.py."""
+    """Two ranks on each host, as docs/fault_tolerance.md starts train.py."""
     env = {
         "TEST_DEATHS": json.dumps(deaths),
         "TEST_RANKS": "4",

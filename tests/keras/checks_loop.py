@@ -37,7 +37,7 @@ def _load_extra() -> Extra:
 
 
 def step_of(model: Any, optimizer: Any) -> Callable[[Any, Any], None]:
-    """As docs/healing.md and docs/keras.md write it: the loss is a sum of products, so gradients are what is wanted."""
+    """As the guides write it: the loss is a sum of products, so gradients are what is wanted."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

@@ -176,7 +176,7 @@ def test_gradients_may_accumulate(tmp_path):
 
 @pytest.mark.slow
 def test_the_job_ends_when_fewer_than_min_ranks_are_left(tmp_path):
-    """Started as docs/healing.md starts train.py."""
+    """Started as docs/fault_tolerance.md starts train.py."""
     ring_run = [sys.executable, "-m", "ring_plugins", "run", "-n", "3", "--on-failure", "replace", "--min-ranks", "3"]
     result = fit(tmp_path, [[1, 2, "now"]], env={"TEST_MIN": "3"}, launcher=[*ring_run, sys.executable], check=False)
     assert result.returncode == 1 and not any("found" in report for report in result.reports.values())

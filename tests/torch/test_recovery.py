@@ -190,7 +190,7 @@ def test_an_exception_in_what_hears_of_a_loss_ends_the_job():
 
 @pytest.mark.slow
 def test_ring_run_starts_such_a_job_too():
-    """As docs/healing.md starts train.py."""
+    """As docs/fault_tolerance.md starts train.py."""
     command = [sys.executable, "-m", "ring_plugins", "run", "-n", "3", "--on-failure", "continue", "--min-ranks", "2"]
     script = f"""
         import os, runpy, sys

@@ -161,7 +161,7 @@ def test_several_may_be_replaced_at_once_or_in_a_row_and_those_that_left(deaths)
     assert said == bool(ends_alone), result
 
 
-#: As docs/healing.md starts train.py.
+#: As docs/fault_tolerance.md starts train.py.
 GROWING = [sys.executable, "-m", "ring_plugins", "run", "-n", "2", "--on-failure", "replace", "--max-ranks", "4"]
 
 
@@ -232,7 +232,7 @@ def test_a_script_that_fails_again_and_again_is_started_a_few_times(fault, tmp_p
 
 @pytest.mark.slow
 def test_the_job_ends_when_fewer_than_min_ranks_are_left():
-    """Started as docs/healing.md starts train.py."""
+    """Started as docs/fault_tolerance.md starts train.py."""
     ring_run = [sys.executable, "-m", "ring_plugins", "run", "-n", "3", "--on-failure", "replace", "--min-ranks", "3"]
     result = train([[1, 2, "now"]], env={"TEST_MIN": "3"}, launcher=[*ring_run, sys.executable], check=False)
     assert result.returncode == 1 and not any("found" in report for report in result.reports.values())

@@ -261,21 +261,22 @@ ON_FAILURE = Variable(
     one_of("end", "continue", "replace"),
     "end",
     "`continue` lets the other ranks go on when one is killed or crashes; `replace` also starts another process in its "
-    "place: see [healing](healing.md)",
+    "place: see [fault tolerance](fault_tolerance.md)",
     shown_default="`end`",
 )
 MIN_RANKS = Variable(
     "RING_MIN_RANKS",
     WHOLE_NUMBER,
     1,
-    "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see [healing](healing.md)",
+    "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see "
+    "[fault tolerance](fault_tolerance.md)",
 )
 MAX_RANKS = Variable(
     "RING_MAX_RANKS",
     WHOLE_NUMBER,
     0,
     "up to how many ranks `ring add-ranks` may let a job grow if RING_ON_FAILURE is `replace`: see "
-    "[healing](healing.md#add-ranks)",
+    "[fault tolerance](add_ranks.md#add-ranks)",
     shown_default="as at the start",
 )
 STANDBYS = Variable(
@@ -283,7 +284,7 @@ STANDBYS = Variable(
     WHOLE_NUMBER,
     0,
     "how many further processes wait to take the places of lost ranks at once if RING_ON_FAILURE is `replace`: see "
-    "[healing](healing.md#standbys)",
+    "[fault tolerance](replace_ranks.md#standbys)",
     older="RING_SPARES",
 )
 NCCL_LIBRARY = Variable(

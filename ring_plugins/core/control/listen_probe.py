@@ -5,7 +5,7 @@
 - **Nothing**: silence. Its host is down, or the network is cut.
 
 A stopped process keeps its connections, so nobody asks. Whoever sends resets and refusals in the name of another host,
-as a firewall may, is believed; docs/healing.md says so.
+as a firewall may, is believed; docs/fault_tolerance.md says so.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def who_is_gone(
     if replaces and members.can_be_replaced(gone):
         line += ". Another process takes its place." if is_one else ". Other processes take their places."
     else:
-        line += f". Nobody takes over the data of {'this rank' if is_one else 'these ranks'}."
+        line += "."
     if moved := ", ".join(f"{old} is now {new}" for new, old in enumerate(members.ranks) if old != new):
-        line += f" Renumbered, though errors keep the old numbers: rank {moved}."
+        line += f" New numbers, while errors keep the old ones: rank {moved}."
     return line + (" Timelines end with rank 0, which collected them." if 0 in gone else "")
 
 

@@ -51,7 +51,7 @@ class KerasState(State):
         if keras.backend.backend() == "jax":
             raise ArgumentError(
                 "hvd.elastic does not work on JAX, where fit() keeps the weights to itself until it ends: use "
-                "ring_plugins.keras.TrainingState and a fit() for each epoch (docs/healing.md)."
+                "ring_plugins.keras.TrainingState and a fit() for each epoch (docs/fault_tolerance.md)."
             )
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         super().__init__(**values)
