@@ -230,7 +230,7 @@ def healing_recovery() -> str:
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = "performance", "fault_tolerance_launchers", "how_recovery_works", "testing"
+PAGES = "performance", "performance_details", "fault_tolerance_launchers", "how_recovery_works", "testing"
 DOCUMENTS = *(ROOT / "docs" / f"{page}.md" for page in PAGES), ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 MADE = {

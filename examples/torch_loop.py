@@ -75,7 +75,7 @@ for epoch in range(epochs):
         began = time.perf_counter()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # gradients are averaged while this runs
+        loss.backward()  # gradients are averages when this returns
         optimizer.step()
         step_seconds += time.perf_counter() - began
     schedule.step()

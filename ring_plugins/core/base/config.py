@@ -240,14 +240,14 @@ OVERLAP = Variable(
     one_of("auto", "0", "1"),
     "auto",
     "1 averages gradients while backward still runs, 0 when it is over, `auto` measures both: see "
-    "[performance](performance.md#overlap)",
+    "[performance](performance_details.md#overlap)",
     shown_default="`auto`",
 )
 KEEP_MEMORY = Variable(
     "RING_KEEP_MEMORY",
     SWITCH,
     True,
-    "0 lets glibc give back to the kernel what each step frees: see [page faults](performance.md#page-faults)",
+    "0 lets glibc give back to the kernel what each step frees: see [page faults](performance_details.md#page-faults)",
 )
 AUTOTUNE = Variable(
     "RING_AUTOTUNE",
