@@ -24,6 +24,7 @@ import tables
 from between_hosts import limit
 from kills import undisturbed
 from measure import RESULTS, load
+from tables import step_and_target, target
 from timeline import draw as draw_timeline
 
 from ring_plugins.planning import counts, parse, predict, reference
@@ -226,6 +227,36 @@ def kills() -> None:
     save(figure, "kills", record["machine"])
 
 
+def time_to_loss() -> None:
+    """Line charts: the loss against the time between two slow hosts."""
+    record = load("time_to_loss")
+    figure, panels = plt.subplots(1, len(record["rates"]), figsize=(9, 3.8), layout="constrained", squeeze=False)
+    styles = {
+        "synchronous": ("-", INK),
+        'compression="bf16"': ("-", COLORS["ring bucket"]),
+        'compression="int8"': ("-", COLORS["ring"]),
+        "PowerSGD, rank 16": ("--", COLORS["gloo"]),
+        'LocalUpdates, compression="int8"': (":", COLORS["ring"]),
+        "torchft, DiLoCo": (":", COLORS["bare sockets"]),
+    }
+    for panel, (rate, runs) in zip(panels.flat, record["rates"].items(), strict=True):
+        goal = target(runs)
+        for run in runs:
+            if run["run"] in styles:
+                style, color = styles[run["run"]]
+                panel.plot(run["ends"], run["losses"], style, color=color, label=run["run"])
+        slowest = max(second for run in runs if (second := step_and_target(run, goal)[1]) is not None)
+        panel.axhline(goal, color=INK, linewidth=0.6)
+        panel.set(
+            xlabel="seconds", ylabel="loss on text that nobody trains on", xlim=(0, slowest * 1.15), ylim=(None, 3)
+        )
+        panel.set_title(f"two hosts at {rate.replace('gbit', ' Gbit/s').replace('mbit', ' Mbit/s')}", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0][0].legend(fontsize=8, frameon=False)
+    save(figure, "time_to_loss", record["machine"])
+
+
 def stall_report() -> None:
     colors = {"missing": "#f2a541", "likely": "#7bd389"}
     terminal("stall_report", lambda line: colors.get(line.strip().partition(":")[0]))
@@ -271,6 +302,7 @@ if __name__ == "__main__":
         compression,
         timeline,
         kills,
+        time_to_loss,
         stall_report,
         survive,
     ):

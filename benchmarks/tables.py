@@ -9,11 +9,20 @@ tests/test_documentation.py checks that both agree.
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from between_hosts import limit
 from kills import kept
 from measure import load
+
+from ring_plugins.planning import parse, predict, remedies
+from ring_plugins.planning.profile import from_costs
+
+#: The share of a step that may wait for the network before compression, and before local updates are recommended.
+ENOUGH, TOO_MUCH = 0.15, 0.5
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
@@ -164,6 +173,52 @@ def kills() -> str:
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
+def target(records: Sequence[Mapping[str, Any]]) -> float:
+    """The loss of synchronous training after three quarters of its steps."""
+    losses = records[0]["losses"]
+    return float(losses[len(losses) * 3 // 4 - 1])
+
+
+def step_and_target(record: Mapping[str, Any], loss: float) -> tuple[float, float | None]:
+    """The mean seconds of a step, and the seconds until a loss is reached; None if it is not."""
+    reached = (end for end, found in zip(record["ends"], record["losses"], strict=True) if found <= loss)
+    return statistics.mean(record["seconds"][10:]), next(reached, None)
+
+
+def time_to_loss() -> str:
+    """Seconds to a loss, by the rate of the network."""
+    record = load("time_to_loss")
+    goals = {rate: target(runs) for rate, runs in record["rates"].items()}
+    header, rows = [""], []
+    for rate, goal in goals.items():
+        header += [f"{rate}: ms a step", f"s to a loss of {goal:.2f}"]
+    for index, run in enumerate(next(iter(record["rates"].values()))):
+        cells = [f"`{run['run']}`" if "=" in run["run"] or run["run"] == "LocalUpdates" else run["run"]]
+        for rate, goal in goals.items():
+            step, seconds = step_and_target(record["rates"][rate][index], goal)
+            cells += [f"{step * 1e3:.0f}", "never" if seconds is None else f"{seconds:.0f}"]
+        rows.append(cells)
+    return table(header, rows) + f"\n\n({record['machine']})"
+
+
+def network_needs() -> str:
+    """By `ring plan`'s model: the share of a step of 250 ms that waits for the network, and what brings it down."""
+    rows = []
+    for million in (1, 10, 100):
+        layers = [(f"layer {index}", million * 125_000, 1.0) for index in range(8)]
+        profile = from_costs(f"{million} million", 1, layers, 0.25, "a step of 250 ms")
+        for hosts in (2, 8):
+            cells = [f"{million} million, {hosts} hosts"]
+            for gigabits in (0.1, 1, 10):
+                network = parse(f"{gigabits:g}gbit", "ring")
+                shares = [predict(profile, network, hosts, overlap=False).exposed_share]
+                shares += [one.exposed_share for one in remedies(profile, network, hosts, overlap=False).values()]
+                best = "nothing" if shares[0] <= ENOUGH else '`"auto"`' if shares[1] <= TOO_MUCH else "local updates"
+                cells.append(" / ".join(f"{share:.0%}" for share in shares) + f": {best}")
+            rows.append(cells)
+    return table(["parameters", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s"], rows)
+
+
 def healing_campaign() -> str:
     """What jobs of forked ranks came to in which ranks died, by the point of the first death."""
     record = load("healing_campaign")
@@ -230,7 +285,14 @@ def healing_recovery() -> str:
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = "performance", "performance_details", "fault_tolerance_launchers", "how_recovery_works", "testing"
+PAGES = (
+    "slow_networks",
+    "performance",
+    "performance_details",
+    "fault_tolerance_launchers",
+    "how_recovery_works",
+    "testing",
+)
 DOCUMENTS = *(ROOT / "docs" / f"{page}.md" for page in PAGES), ROOT / "README.md"
 RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 MADE = {
@@ -243,6 +305,8 @@ MADE = {
         overhead,
         between_hosts,
         kills,
+        time_to_loss,
+        network_needs,
         healing_campaign,
         healing_launchers,
         healing_cost,

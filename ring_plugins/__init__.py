@@ -4,7 +4,14 @@
 `python`, `init(ranks=2)` starts the second process. The other functions then work on arrays of all ranks.
 """
 
+import sys
 import warnings
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"ring_plugins runs on Linux, and this is {sys.platform}: it shares memory and wakes sleeping ranks by Linux' own "
+        "system calls. On Windows use WSL 2; elsewhere a Linux container or virtual machine."
+    )
 
 from ring_plugins import frameworks
 from ring_plugins.core.arrays.dtypes import AVERAGE, MAX, MIN, PRODUCT, SUM, Op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import ring_plugins
 from ring_plugins.core.linux.thread_count import physical_cores
 from tests.launch import REPOSITORY, kill_all, processes_with, slowness
 from tests.launchers import LAUNCHERS, clean_environment, is_mpirun_without_ranks, launcher_command
@@ -401,3 +403,11 @@ def test_a_half_set_rendezvous_is_rejected(start, variables, missing):
     status, _, err = finish(start("import ring_plugins as ring; ring.init(ranks=2)", command=line))
     assert status == 1
     assert missing in err and "RING_LAUNCHER=single makes it a job of its own" in err
+
+
+def test_other_systems_are_told_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    spec = importlib.util.spec_from_file_location("elsewhere", str(ring_plugins.__file__))
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match="runs on Linux, and this is darwin"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

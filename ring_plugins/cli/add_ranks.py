@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -38,8 +39,16 @@ def add_ranks(
     * `ring run -n 2 --on-failure replace --max-ranks 4 python train.py`, then in another terminal `ring add-ranks 2`
     """
     from ring_plugins.core.base.errors import RingError
-    from ring_plugins.launcher.growth import request_ranks
+    from ring_plugins.launcher.growth import request_ranks, running_jobs
 
+    jobs = running_jobs() if job is None else {}
+    if len(jobs) == 1:  # the user has not said which: tell, and ask whom can answer
+        ((job, command),) = jobs.items()
+        which = f"add {number} {'rank' if number == 1 else 'ranks'} to process {job}: {command}"
+        if not sys.stdin.isatty():
+            typer.echo(f"ring add-ranks: {which}", err=True)
+        elif not typer.confirm(f"ring add-ranks: {which}?", default=True, err=True):
+            raise typer.Exit(1)
     try:
         typer.echo(f"ring add-ranks: {request_ranks(number, job, host)}")
     except RingError as error:

@@ -142,7 +142,7 @@ class Claim:
             return None
         rival = rivals[0]
         shared = [name for parameter, name in self._names.items() if parameter in rival._names]
-        more = f" and {len(shared) - 1} more parameters" if len(shared) > 1 else ""
+        more = f" and {len(shared) - 1} more parameter{'s' * (len(shared) > 2)}" if len(shared) > 1 else ""
         return f"{rival.name} and {self.name} both average {shared[0]}{more}"
 
 

@@ -240,7 +240,7 @@ class Weights:
         if len(set(starts)) > 1:
             causes.append(_OTHER_STARTS)
         if own := next(filter(None, not_averaged), []):
-            more = f" and {len(own) - 1} more parameters" if len(own) > 1 else ""
+            more = f" and {len(own) - 1} more parameter{'s' * (len(own) > 2)}" if len(own) > 1 else ""
             causes.append(f"The gradient of {own[0]}{more} is each rank's own, {_NOT_AVERAGED}")
         return f"{' '.join(causes or [_OWN_CHANGE])} {SWITCH}"
 

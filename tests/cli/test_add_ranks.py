@@ -26,6 +26,15 @@ def test_what_is_asked_and_answered(monkeypatch):
     assert asked == [(2, None, None), (1, 4711, "node7")]
 
 
+def test_the_only_job_is_named_before_it_gets_ranks(monkeypatch):
+    monkeypatch.setattr(growth, "running_jobs", lambda: {4711: "ring run -n 2 python train.py"})
+    monkeypatch.setattr(growth, "request_ranks", lambda *what: f"asked {what}.")
+    expected = "ring add-ranks: add 1 rank to process 4711: ring run -n 2 python train.py\n"
+    assert run("1") == (0, f"{expected}ring add-ranks: asked (1, 4711, None).\n")
+    monkeypatch.setattr(growth, "running_jobs", lambda: {4711: "ring run a", 4712: "ring run b"})
+    assert run("1") == (0, "ring add-ranks: asked (1, None, None).\n")  # which says that there are several
+
+
 def unboxed(output):
     """Text as one line, without the box that typer draws around it."""
     return " ".join(output.replace("│", " ").split())
