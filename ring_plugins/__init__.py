@@ -9,8 +9,8 @@ import warnings
 
 if sys.platform != "linux":
     raise ImportError(
-        f"ring_plugins runs on Linux, and this is {sys.platform}: it shares memory and wakes sleeping ranks by Linux' own "
-        "system calls. On Windows use WSL 2; elsewhere a Linux container or virtual machine."
+        f"ring_plugins runs on Linux, and this is {sys.platform}: it shares memory and wakes sleeping ranks by system "
+        "calls of Linux. On Windows use WSL 2; elsewhere a Linux container or virtual machine."
     )
 
 from ring_plugins import frameworks
