@@ -1,14 +1,15 @@
-"""The predictions of all ranks in the order of the data (`RingStrategy(gather_predictions=...)`).
+"""What `Trainer.predict` returns: nothing of a sample twice, and, if asked for, the predictions of all ranks.
 
-Rank r of n has predicted the samples r, r + n, r + 2n... of what the loader draws (`shares`). So the batches are taken
-apart into samples, put in order, and put together to batches of the loader's size, as one process would have made them.
+They come in the order of the data (`RingStrategy(gather_predictions=...)`). Rank r of n has predicted the samples r,
+r + n, r + 2n... of what the loader draws (`shares`). So the batches are taken apart into samples, put in order, and put
+together to batches of the loader's size, as one process would have made them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch.utils.data import DistributedSampler
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.groups import Group
+from ring_plugins.core.groups import Group, communicator_of
+from ring_plugins.lightning.shares import is_empty
 from ring_plugins.torch.loaders import samplers_of
 
 
@@ -106,29 +108,42 @@ def put_together(samples: Sequence[Any]) -> Any:
 
 
 class Predictions:
-    """Lets ``Trainer.predict`` return the predictions of all ranks.
+    """Lets ``Trainer.predict`` return the predictions of all ranks, and none of a rank for which there is no sample.
+
+    Lightning runs no hook on a rank whose loader is empty, so such a rank has the first sample, and leaves it out.
 
     Args:
         trainer: the Trainer, in ``Strategy.setup``.
+        gathers: whether it returns those of all ranks; with "rank 0" on rank 0 only.
         group: whose ranks predict, by default all.
     """
 
-    def __init__(self, trainer: Any, group: Group | None) -> None:
-        self._group = group
-        self._loop, self._run = trainer.predict_loop, trainer.predict_loop.run
-        self._loop.run = self._run_and_gather
+    def __init__(self, trainer: Any, gathers: bool | Literal["rank 0"], group: Group | None) -> None:
+        self._gathers, self._group = gathers, group
+        self._loop = trainer.predict_loop
+        self._run, self._step = self._loop.run, self._loop._predict_step
+        self._loop.run, self._loop._predict_step = self._run_and_gather, self._predict
 
     def close(self) -> None:
         """Leave the loop as it was."""
-        vars(self._loop).pop("run", None)
+        for name in ("run", "_predict_step"):
+            vars(self._loop).pop(name, None)
+
+    def _predict(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any = None) -> None:
+        if not is_empty(self._loop._combined_loader.flattened[dataloader_idx]):
+            self._step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        elif dataloader_iter is not None:
+            next(dataloader_iter)
 
     def _run_and_gather(self) -> Any:
         own = self._run()
-        if not self._loop.return_predictions or own is None:
+        if not self._gathers or not self._loop.return_predictions or own is None:
             return own
         loaders = self._loop._combined_loader.flattened
         pairs = zip(self._loop._predictions, loaders, strict=True)
         found = [gathered(some, _sizes(loader), loader.batch_sampler.batch_size, self._group) for some, loader in pairs]
+        if self._gathers == "rank 0" and communicator_of(self._group).rank:
+            return None
         return found[0] if len(found) == 1 else found
 
 

@@ -72,16 +72,17 @@ class Shares:
     def _sampler_for(self, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         sampler = dataloader.sampler
         shuffles = is_permutation(sampler)
-        is_training = mode is not None and mode.value == "train"
-        keeps = (is_training and shuffles) or (mode is not None and mode.value == "predict")
+        keeps = shuffles and mode is not None and mode.value == "train"
         if not self._divides(dataloader) or keeps or not hasattr(sampler, "__len__"):
             return self._resolve(dataloader, shuffle=shuffle, mode=mode)
         return self._every_nth(sampler, mode, getattr(dataloader, "drop_last", False))
 
     def _every_nth(self, sampler: Any, mode: Any, drops: bool = False) -> EveryNth:
-        seed, is_training = int(os.environ.get("PL_GLOBAL_SEED", "0")), mode is not None and mode.value == "train"
+        seed, kind = int(os.environ.get("PL_GLOBAL_SEED", "0")), "" if mode is None else mode.value
+        is_training = kind == "train"
         # A rank whose only batch of an evaluation was dropped would have none to run again.
         pads = world.current().replaces or (not self._strategy._joins if is_training else drops)
+        pads &= kind != "predict"
         ranks = self._strategy.distributed_sampler_kwargs
         return EveryNth(sampler, **ranks, seed=seed, pads=pads, may_be_empty=is_training)
 
@@ -155,7 +156,7 @@ class EvenEvaluation:
         loaders = self._loop._combined_loader
         if loaders is not before and loaders is not None:
             pairs = zip(loaders.flattened, self._loop._max_batches, strict=True)
-            self._own = [0 if _is_empty(loader) else most for loader, most in pairs]
+            self._own = [0 if is_empty(loader) else most for loader, most in pairs]
             if not self._loop._is_sequential:  # an item has a batch of each loader
                 self._own = [min(self._own) if loaders._mode == "min_size" else max(self._own)]
             self._by_rank = ring.all_gather_object(self._own, group=self._group)
@@ -251,7 +252,7 @@ def _until_done(fetcher: Any) -> Iterator[Any]:
             return
 
 
-def _is_empty(loader: Any) -> bool:
+def is_empty(loader: Any) -> bool:
     """Whether this rank has no sample of a loader that is divided here."""
     return any(
         isinstance(one, EveryNth) and one.is_empty

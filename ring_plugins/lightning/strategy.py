@@ -87,8 +87,8 @@ class RingTrainerLogic(RingParallelLogic):
             optimization.
         uneven: What happens when a rank of ``fit`` has fewer batches than others: with "join" it goes on to the end of
             the longest, and what it computes does not count (docs/lightning.md); "error" ends the job.
-        gather_predictions: Whether ``Trainer.predict`` returns the predictions of all ranks, on all ranks, in the order
-            of the data; by default those of this rank.
+        gather_predictions: Whether ``Trainer.predict`` returns the predictions of all ranks, in the order of the data:
+            True on all ranks, "rank 0" on that one, and None on the others. By default those of this rank.
         on_failure: What happens when a rank is killed: "end" ends the job; "continue" lets the other ranks finish the
             step and go on (docs/fault_tolerance.md); "replace" also starts another process in its place, which joins
             them between two batches. The default is RING_ON_FAILURE, or "end".
@@ -139,7 +139,7 @@ class RingTrainerLogic(RingParallelLogic):
         drift_check_every: int | None = None,
         skip_step_on: SkipStepOn = None,
         uneven: Literal["join", "error"] = "join",
-        gather_predictions: bool = False,
+        gather_predictions: bool | Literal["rank 0"] = False,
         on_failure: Literal["end", "continue", "replace"] | None = None,
         min_ranks: int | None = None,
         max_ranks: int | None = None,
@@ -158,6 +158,10 @@ class RingTrainerLogic(RingParallelLogic):
             raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
         self._evaluation: EvenEvaluation | None = None
+        if gather_predictions not in (False, True, "rank 0"):
+            raise ArgumentError(
+                f'RingStrategy(gather_predictions={gather_predictions!r}) has to be a bool or "rank 0".'
+            )
         self._gathers = gather_predictions
         self._loaded: dict[str, Any] | None = None  # of the checkpoint from which `fit` goes on, what `MidEpoch` needs
         self._mid_epoch: MidEpoch | None = None
@@ -235,8 +239,8 @@ class RingTrainerLogic(RingParallelLogic):
                 evaluating = trainer.fit_loop.epoch_loop.val_loop if is_fitting else trainer._active_loop
                 self._evaluation = EvenEvaluation(evaluating, self.lightning_module, self.group)
                 self._set_up.callback(self._evaluation.close)
-            if self.world_size > 1 and self._gathers and trainer.state.fn == "predict":
-                self._set_up.callback(Predictions(trainer, self.group).close)
+            if self.world_size > 1 and trainer.state.fn == "predict":
+                self._set_up.callback(Predictions(trainer, self._gathers, self.group).close)
             if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
                 self._uneven = UnevenData(self, trainer, loop, team)
                 self._set_up.callback(self._uneven.close)
