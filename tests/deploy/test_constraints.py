@@ -14,8 +14,8 @@ from tests.launch import REPOSITORY
 DOCS = {
     "asttokens", "babel", "backrefs", "colorama", "comm", "debugpy", "executing", "fastjsonschema", "ghp-import",
     "griffelib", "ipykernel", "ipython", "ipython_pygments_lexers", "jedi", "jupyter_client", "jupyter_core",
-    "Markdown", "matplotlib-inline", "mergedeep", "mkdocs", "mkdocs-autorefs", "mkdocs-get-deps", "mkdocs-material",
-    "mkdocs-material-extensions", "mkdocstrings", "mkdocstrings-python", "nbclient", "nbformat", "nest-asyncio2",
+    "Markdown", "matplotlib-inline", "mergedeep", "mkdocs", "mkdocs-get-deps", "mkdocs-material",
+    "mkdocs-material-extensions", "nbclient", "nbformat", "nest-asyncio2",
     "paginate", "parso", "pexpect", "platformdirs", "prompt_toolkit", "ptyprocess", "pure_eval",
     "pymdown-extensions", "pyyaml_env_tag", "pyzmq", "stack-data", "tornado", "traitlets", "watchdog", "wcwidth",
 }  # fmt: skip
