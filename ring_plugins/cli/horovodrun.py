@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -91,7 +93,7 @@ OPTIONS = {
     "--blacklist-cooldown-range": _without(
         "nothing: each place is filled at most 5 times an hour (docs/fault_tolerance.md)", 2
     ),
-    "--slots-per-host": _without("use slots in -H host1:4,host2:4"),
+    "--slots-per-host": _without("write slots as in -H host1:4,host2:4, and print them as host1:4"),
     "--gloo": _without("ranks need no MPI, and on one host --with python starts them without mpirun", 0),
     "--jsrun": _without("use -H or --hostfile, whose hosts are reached by ssh or --agent", 0),
     "--verbose": _without("the command is always printed", 0),
@@ -115,11 +117,14 @@ REFUSED = {
     "--check-build": "write `ring doctor`",
     "-v": "write `ring --version`",
     "--version": "write `ring --version`",
-    "--config-file": "write its settings as options, or as RING_* variables (docs/from_horovod.md)",
-    "--host-discovery-script": "write the hosts of now with -H, --max-ranks, and `ring add-ranks N --host HOST` later",
 }
+#: How the options begin whose rest the settings in a section of a --config-file are.
+_SECTIONS = {
+    "params": "", "autotune": "autotune-", "timeline": "timeline-", "stall_check": "stall-check-",
+    "library_options": "", "logging": "log-", "controller": "",
+}  # fmt: skip
 #: With one of these, `horovodrun` lets the others go on when a rank is lost, and starts new ones.
-_ELASTIC = {"--min-np", "--min-num-proc", "--max-np", "--max-num-proc"}
+_ELASTIC = {"--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--host-discovery-script"}
 #: What an agent is by default, for further options of ssh.
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8"
 
@@ -156,6 +161,7 @@ def translate(
     ours: list[str] = []
     notes: list[str] = []
     given: list[str] = []
+    of_file: list[str] = []
     joined: dict[tuple[str, str], list[str]] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
@@ -164,9 +170,12 @@ def translate(
         given.append(name)
         if name in REFUSED:
             raise typer.BadParameter(f"{name} is an option of horovodrun: {REFUSED[name]}.")
-        option = OPTIONS.get(name, Option(int(has_value.get(name, False))))
+        option = OPTIONS.get(name, Option(int(has_value.get(name, name == "--config-file"))))
         values = [value] if is_joined else [_next(rest, name) for _ in range(option.words)]
-        if name not in OPTIONS:
+        if name == "--config-file":
+            of_file, of_its_own = translate(read_config_file(values[0]), has_value, environment)
+            notes += of_its_own
+        elif name not in OPTIONS:
             ours += [word, *([] if is_joined else values)]
         elif option.instead:
             notes.append(f"{' '.join([name, *values])} has no effect here: {option.instead}.")
@@ -182,7 +191,39 @@ def translate(
     is_told = "--on-failure" in given or config.ON_FAILURE.is_set(environment)
     if not is_told and not _ELASTIC.isdisjoint(given):
         ours += ["--on-failure", "replace"]
-    return [*ours, *rest], notes
+    return [*of_file, *ours, *rest], notes
+
+
+def read_config_file(path: str) -> list[str]:
+    """The options that a --config-file of `horovodrun` stands for; those of the command line count more.
+
+    Raises:
+        typer.BadParameter: it cannot be read, has a setting that Horovod 0.28 does not know, or PyYAML is missing.
+    """
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise typer.BadParameter(
+            f"--config-file {path} needs PyYAML: pip install pyyaml, or write its settings as options."
+        ) from None
+    try:
+        sections = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"--config-file {path} cannot be read: {error}.") from None
+    words: list[str] = []
+    for section, found in sections.items() if isinstance(sections, dict) else [("", sections)]:
+        settings = {f"{found}".lower(): True} if section == "controller" else found  # the only one that is a value
+        for name, value in settings.items() if isinstance(settings, dict) else [("", settings)]:
+            option = f"{_SECTIONS.get(section, '?')}{name}".replace("_", "-").removesuffix("-enabled")
+            if value is False:
+                option = "log-without-timestamp" if option == "log-with-timestamp" else f"no-{option}"
+            if f"--{option}" not in OPTIONS:
+                raise typer.BadParameter(
+                    f"--config-file {path}: horovodrun knows no {section}: {name or settings}; write it as an option."
+                )
+            if value is not None:
+                words += [f"--{option}", *([] if isinstance(value, bool) else [str(value)])]
+    return words
 
 
 def _next(words: list[str], option: str) -> str:

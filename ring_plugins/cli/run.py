@@ -57,6 +57,17 @@ def run(
             rich_help_panel=_WHERE,
         ),
     ] = None,
+    host_discovery: Annotated[
+        str | None,
+        typer.Option(
+            "--host-discovery-script",
+            metavar="<command>",
+            help="Command that prints the hosts of the moment, as lines of a hostfile. It is run about once a second, "
+            "and ranks join and leave as it says, with `--on-failure replace`; `--min-ranks` start, and up to "
+            "`--max-ranks` run.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
     interface: Annotated[
         str | None,
         typer.Option(
@@ -191,6 +202,7 @@ def run(
     * `ring run -n 4 -H node1:2,node2:2 --interface eth0 python train.py`
     * `ring run --hostfile hosts --tag-output --dry-run python train.py`
     * `ring run -n 2 --on-failure replace --max-ranks 4 python train.py`, and later `ring add-ranks 2`
+    * `ring run --host-discovery-script ./hosts.sh --on-failure replace --min-ranks 2 --max-ranks 8 python train.py`
     """
     from ring_plugins.core.base.errors import RingError
     from ring_plugins.launcher import job
@@ -217,7 +229,9 @@ def run(
                 min_ranks=min_ranks,
                 max_ranks=max_ranks,
                 standbys=standbys,
-            )
+                host_discovery=host_discovery,
+            ),
+            _notify,
         )
         if dry_run:
             typer.echo(job.shell_command(plan))

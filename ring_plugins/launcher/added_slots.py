@@ -16,7 +16,7 @@ one slot's process cannot join, those behind it wait. Hence:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,11 +79,14 @@ class AddedSlots:
         size: number of ranks at the start.
         most: up to how many the job may grow; 0 for no more.
         ranks: those that each host has at the start, by its number.
+
+    Attributes:
+        leaving: slots whose processes are to leave, until they have.
     """
 
     def __init__(self, size: int, most: int, ranks: Sequence[Sequence[int]]) -> None:
         self._size, self._most, self._in_use = size, max(most, size), size
-        self._num_hosts = len(ranks)
+        self._num_hosts, self.leaving = len(ranks), set[int]()
         self._slots = [_Slot() for _ in range(self._most)]
         for host, of_host in enumerate(ranks):
             for slot in of_host:
@@ -102,7 +105,11 @@ class AddedSlots:
         """The slots of a host."""
         return [number for number, slot in enumerate(self._slots) if slot.host == host]
 
-    def _free(self) -> list[int]:
+    def joined(self, host: int) -> list[int]:
+        """Those of them whose processes have joined."""
+        return [slot for slot in self.of_host(host) if self._slots[slot].has_joined]
+
+    def free(self) -> list[int]:
         """Slots in order that hosts may get: those whose hosts are lost, and new ones."""
         lost = [number for number, slot in enumerate(self._slots) if slot.had_member and slot.host is None]
         return [*lost, *range(self._in_use, self._most)]
@@ -116,7 +123,7 @@ class AddedSlots:
         """
         if rejection := self.rejection(number):
             return rejection
-        given = self._give_out(self._free()[:number], list(hosts))
+        given = self._give_out(self.free()[:number], list(hosts))
         is_named = self._num_hosts > 1 or max(given) > 0  # else the job has one host
         told = " and ".join(name_ranks(slots) + f" on {hosts[host]}" * is_named for host, slots in given.items())
         is_new = any(not self._slots[slot].had_member for slots in given.values() for slot in slots)
@@ -124,7 +131,7 @@ class AddedSlots:
 
     def rejection(self, number: int) -> str:
         """Why so many slots cannot be given out, "" if they can."""
-        free = len(self._free())
+        free = len(self.free())
         if self._most == self._size and not free:
             return "no: the job was started without --max-ranks, so it has no slots for added ranks"
         if number > free:
@@ -159,9 +166,18 @@ class AddedSlots:
         for slot in slots:
             self._slots[slot].has_joined = self._slots[slot].had_member = True
 
-    def take_back(self, slot: int) -> None:
-        """A host has given up a slot, whose processes end before they join."""
-        if self._slots[slot].host is not None and not self._slots[slot].has_joined:
+    def let_leave(self, slots: Iterable[int]) -> None:
+        """The processes of these slots are to leave; those that have not joined, and all behind them, end at once."""
+        self.leaving.update(slot for slot in slots if self._slots[slot].has_joined)
+        for slot in set(slots) - self.leaving:
+            self.take_back(slot, self._slots[slot].host)
+
+    def take_back(self, slot: int, host: int | None) -> None:
+        """A host has given up a slot, whose processes end before they join, or leave."""
+        if self._slots[slot].host == host is not None and slot in self.leaving:
+            self.leaving.discard(slot)
+            self._slots[slot].host = None
+        elif self._slots[slot].host == host is not None and not self._slots[slot].has_joined:
             self._release(slot)
 
     def note_end(self, host: int, left: Sequence[int]) -> list[int]:
@@ -172,6 +188,7 @@ class AddedSlots:
             left: numbers of those that get them.
         """
         mine = self.of_host(host)
+        self.leaving.difference_update(mine)
         for slot in mine:
             if self._slots[slot].has_joined:
                 self._slots[slot].host = None

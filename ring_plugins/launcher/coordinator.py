@@ -17,9 +17,10 @@ process hands the same messages over (`OwnHost`):
                                 ["failed", {ranks, why}]   a rank has ended in a way that ends the job
                                 ["ended", {ranks, why}]    all of its ranks have ended
                                 ["joined", ranks]          added ranks have joined
-                                ["given back", rank]       an added rank will not join (added_slots.py)
+                                ["given back", rank]       an added rank will not join, or one has left as it was told
     coordinator -> supervisor   ["start", {address, port, secret}]   all are here: where rank 0 will listen
                                 ["added", {in use, slots}]         which hosts have added ranks
+                                ["leaving", ranks]                 which are to leave (discovery.py)
                                 ["end", signal]            end all ranks
                                 ["over", status]           the job has ended
 
@@ -68,6 +69,7 @@ from typing import Any
 from ring_plugins.core.base import config
 from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.progress_line import ProgressLine, arrivals
+from ring_plugins.core.linux.interfaces import own_addresses
 from ring_plugins.core.linux.process import silent_end
 from ring_plugins.core.net.acceptor import Acceptor, Authenticated
 from ring_plugins.core.net.auth import Claim, Disconnected, Purpose
@@ -76,9 +78,10 @@ from ring_plugins.core.net.peers import Event, Peers
 from ring_plugins.core.net.sockets import end_when_silent
 from ring_plugins.launcher.added_slots import MOST_ADDED, AddedSlots
 from ring_plugins.launcher.coordinator_link import read_message
+from ring_plugins.launcher.discovery import Follower, HostDiscovery
 from ring_plugins.launcher.growth import GrowthRequests
 from ring_plugins.launcher.hosts import is_this_host
-from ring_plugins.launcher.job_hosts import FAILED, End, Host, read_ranks, verdict, with_ranks
+from ring_plugins.launcher.job_hosts import FAILED, End, Host, OwnHost, read_ranks, verdict, with_ranks
 from ring_plugins.launcher.logins import Logins
 from ring_plugins.launcher.processes import GRACE_SECONDS, Processes
 
@@ -103,6 +106,7 @@ class Coordinator:
         most: up to how many ranks the job may grow; 0 for no more than at the start.
         min_ranks: with how many ranks the job goes on.
         takes_requests: whether `ring add-ranks` may ask it for more.
+        discovery: lists the hosts that the job may use, and it follows; None if nobody does.
         logins: start the supervisors of other hosts; None if those come by themselves.
 
     Attributes:
@@ -121,13 +125,14 @@ class Coordinator:
         min_ranks: int = 1,
         takes_requests: bool = False,
         logins: Logins | None = None,
+        discovery: HostDiscovery | None = None,
     ) -> None:
         self._hosts = [Host(name, ranks) for name, ranks in hosts]
         self._size, self._min_ranks = sum(len(ranks) for _, ranks in hosts), min_ranks
         self._may_add_hosts = takes_requests and logins is not None
         self._processes, self._notify, self._logins = processes, notify, logins
         self._added_slots = AddedSlots(self._size, most, [ranks for _, ranks in hosts])
-        self._published: dict[str, Any] = {"added": self._added_slots.told(), "joiners": []}
+        self._published: dict[str, Any] = {"added": self._added_slots.told(), "joiners": [], "leaving": []}
         self._asked: Host | None = None  # for its join info
         self._started: dict[str, Any] | None = None  # what all supervisors were told
         self._failed_at = 0.0
@@ -144,6 +149,9 @@ class Coordinator:
         self._peers = Peers(acceptor)  # by the numbers of their hosts
         self._failed: list[End] = []  # the ends that end the job, in the order in which they were told
         self._open, self._line = contextlib.ExitStack(), ProgressLine()
+        self._follower: Follower | None = None
+        if discovery is not None:
+            self._follower = Follower(discovery, self._hosts, self._added_slots, self.add_ranks, min_ranks, notify)
         self._requests = self._open.enter_context(GrowthRequests(self.add_ranks)) if takes_requests else None
 
     def __enter__(self) -> Coordinator:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -158,7 +166,7 @@ class Coordinator:
     def connect(self, index: int) -> OwnHost:
         """The connection of a supervisor in this process, of the host of an index."""
         self._hosts[index].inbox = []
-        return OwnHost(self, self._hosts[index])
+        return OwnHost(self._hosts[index], self.take, self.tick)
 
     def log_in(self) -> None:
         """Start the supervisors of all hosts that have none yet."""
@@ -236,6 +244,7 @@ class Coordinator:
         address = first.addresses[0] if first.addresses is not None else "127.0.0.1"
         if address.startswith("127."):  # this host, which others have reached at another address
             reached = [host.addresses[1] for host in self._hosts if host.addresses is not None]
+            reached += own_addresses() if self._follower is not None else []  # others may come later
             address = next((one for one in reached if not one.startswith("127.")), address)
         secret = config.SECRET.get() or secrets.token_hex(32)
         self._started = {"address": address, "port": int(first.here["port"]), "secret": secret}
@@ -280,6 +289,8 @@ class Coordinator:
     def _poll(self, seconds: float) -> None:
         if self._requests is not None:
             self._requests.poll()
+        if self._follower is not None and self._started is not None and not (self._end_at or self._failed_at):
+            self._follower.poll()
         ready = self._peers.wait(seconds)
         for new in self._peers.accepted():
             self._join(new)
@@ -287,6 +298,7 @@ class Coordinator:
             self._read(self._hosts[index], event)
         self._look_after_added_hosts()
         self._publish("added", self._added_slots.told())
+        self._publish("leaving", sorted(self._added_slots.leaving))
 
     def _join(self, new: Authenticated) -> None:
         if not self._expects(new.claim):
@@ -329,7 +341,7 @@ class Coordinator:
                 other.has_begun = True
                 self._tell(other, "start", {**(self._started or {}), **told})
         elif kind == "given back":
-            self._added_slots.take_back(*read_ranks([body]))
+            self._added_slots.take_back(read_ranks([body])[0], self._hosts.index(host))
         elif kind in ("failed", "ended"):
             ends = [End.told(*told) for told in body["ranks"]]
             replaced = {rank: int(times) for told, times in body.get("replaced", ()) for rank in read_ranks([told])}
@@ -368,7 +380,7 @@ class Coordinator:
             where = " and ".join(self._hosts[index].name for index in left)
             self._notify(f"{name_ranks(again)} will join on {where}, since {host.name} has no ranks any more.")
         empty = [rank for rank in host.ranks if rank not in again]
-        if empty and left and self._may_add_hosts:
+        if empty and left and self._may_add_hosts and self._follower is None:
             self._notify(
                 f"`ring add-ranks {len(empty)}` lets other processes take the places of {name_ranks(empty)}, and "
                 "--host chooses where."
@@ -418,25 +430,3 @@ class Coordinator:
             host.login.terminate()
         slots = self._added_slots.note_end(self._hosts.index(host), [])
         self._notify(f"{why.rstrip('.')}{f'; {name_ranks(slots)} will not join' if slots else ''}.")
-
-
-class OwnHost:
-    """As `Link`, for a supervisor in the coordinator's process; each of its turns is one of the coordinator's, too.
-
-    Args:
-        coordinator: of the job.
-        host: of the supervisor.
-    """
-
-    is_lost = is_orphaned = False
-
-    def __init__(self, coordinator: Coordinator, host: Host) -> None:
-        self._coordinator, self._host = coordinator, host
-
-    def send(self, kind: str, body: Any) -> None:
-        self._coordinator.take(self._host, kind, body)
-
-    def read(self) -> list[tuple[str, Any]]:
-        self._coordinator.tick()
-        found, self._host.inbox = self._host.inbox or [], []
-        return found

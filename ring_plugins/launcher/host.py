@@ -29,9 +29,8 @@ from ring_plugins.core.linux.interfaces import reserve_port
 from ring_plugins.core.linux.process import STOPPED, state
 from ring_plugins.core.members.join_descriptors import joiners_here
 from ring_plugins.launcher.added_slots import AddedSlot, world_ranks
-from ring_plugins.launcher.coordinator import OwnHost
 from ring_plugins.launcher.coordinator_link import HostJob, Link
-from ring_plugins.launcher.job_hosts import FAILED, OUT, Host, verdict
+from ring_plugins.launcher.job_hosts import FAILED, OUT, Host, OwnHost, verdict
 from ring_plugins.launcher.meeting import Meeting
 from ring_plugins.launcher.output import Relay
 from ring_plugins.launcher.probe import report
@@ -208,6 +207,8 @@ class Supervisor:
             slots = [AddedSlot(*one) for one in body["slots"]]
             self._slots.follow([(one.slot, one.attempt) for one in slots if one.host == self._job.index])
             self._meeting.note_in_use(body["in use"])
+        elif kind == "leaving":
+            self._slots.let_leave(body)
         elif kind == "joiners":
             self._rows.tell_of_remote_joiners(body)
         elif kind == "alone":
@@ -249,7 +250,7 @@ class Supervisor:
         # With `most` the job may have grown.
         goes_on = job.most or job.size - len(job.ranks) >= config.MIN_RANKS.get(job.environment)
         ranks = [rank for local, rank in enumerate(slots.names) if not self._rows.is_new(local)]
-        if job.replaces and lost and ranks and job.hosts > 1 and goes_on:
+        if job.replaces and lost and ranks and job.hosts > 1 and goes_on and not slots.were_let_go:
             tell_user(
                 f"nobody takes the place of {name_ranks(ranks)}: all ranks of {socket.gethostname()} are "
                 "lost. Those of other hosts go on."

@@ -52,15 +52,28 @@ def read_hostfile(path: str | Path) -> list[Host]:
         ArgumentError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        text = Path(path).read_text()
     except OSError as error:
         raise ArgumentError(f"hostfile={str(path)!r} cannot be read: {error.strerror}.") from error
+    return parse_hostfile(text, str(path), f"hostfile={str(path)!r}")
+
+
+def parse_hostfile(text: str, lines_of: str, origin: str) -> list[Host]:
+    """The hosts of a text as `read_hostfile` reads it.
+
+    Args:
+        text: the lines.
+        lines_of, origin: what errors call the text, before the number of a line and otherwise.
+
+    Raises:
+        ArgumentError: it names no host, or has a line of another form.
+    """
     hosts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#")[0].split()
         if not words:
             continue
-        where = f"{path}, line {number}"
+        where = f"{lines_of}, line {number}"
         host = _host(words[0], where)
         for word in words[1:]:
             name, _, value = word.partition("=")
@@ -70,7 +83,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
                 raise ArgumentError(f"{where}: {word!r} is not known; write `host slots=4`, `host:4` or `host`.")
         hosts.append(host)
     if not hosts:
-        raise ArgumentError(f"hostfile={str(path)!r} names no host.")
+        raise ArgumentError(f"{origin} names no host.")
     return _merge(hosts)
 
 

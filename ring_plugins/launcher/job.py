@@ -18,6 +18,7 @@ from ring_plugins.core.base.errors import LaunchError
 from ring_plugins.launcher import host, mpirun
 from ring_plugins.launcher.coordinator import Coordinator
 from ring_plugins.launcher.coordinator_link import HostJob
+from ring_plugins.launcher.discovery import HostDiscovery
 from ring_plugins.launcher.host import Supervisor, tell_user
 from ring_plugins.launcher.hosts import is_this_host
 from ring_plugins.launcher.launch_plan import LaunchPlan
@@ -76,6 +77,9 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         if plan.hosts:
             relay = stack.enter_context(Relay(False, always=True))
             logins = Logins(job, described, processes, relay, plan.own_report)
+        discovery = None
+        if plan.host_discovery is not None:
+            discovery = HostDiscovery(plan.host_discovery, processes, notify)
         coordinator = Coordinator(
             hosts,
             processes,
@@ -85,6 +89,7 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
             min_ranks=config.MIN_RANKS.get(described.environment),
             takes_requests=plan.replaces,
             logins=logins,
+            discovery=discovery,
         )
         stack.enter_context(coordinator)
         link = None if here is None else coordinator.connect(here)
@@ -92,6 +97,8 @@ def run(plan: LaunchPlan, notify: Callable[[str], None]) -> int:
         if link is not None:
             Supervisor(described, link, processes, Meeting(described, in_memory=not plan.hosts)).run()
         status = _tell(coordinator.finish(), processes, notify)
+        if discovery is not None:
+            discovery.close()
         if logins is not None:
             logins.leave()
     return status

@@ -8,7 +8,7 @@ cut off from the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import name_ranks
@@ -110,6 +110,29 @@ class Host:
     def is_over(self) -> bool:
         """Whether nothing more is to be expected from it."""
         return self.is_lost or self.report is not None
+
+
+class OwnHost:
+    """As `Link`, for a supervisor in the coordinator's process; each of its turns is one of the coordinator's, too.
+
+    Args:
+        host: of the supervisor.
+        take: does what a message asks for.
+        tick: gives the coordinator a turn.
+    """
+
+    is_lost = is_orphaned = False
+
+    def __init__(self, host: Host, take: Callable[[Host, str, Any], None], tick: Callable[[], None]) -> None:
+        self._host, self._take, self._tick = host, take, tick
+
+    def send(self, kind: str, body: Any) -> None:
+        self._take(self._host, kind, body)
+
+    def read(self) -> list[tuple[str, Any]]:
+        self._tick()
+        found, self._host.inbox = self._host.inbox or [], []
+        return found
 
 
 def verdict(hosts: Sequence[Host], failed: Sequence[End], size: int) -> tuple[int, str | None]:

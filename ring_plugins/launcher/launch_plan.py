@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from ring_plugins.core.control.liveness import MOST_MEMBERS
 from ring_plugins.core.control.mesh import MOST_RANKS
 from ring_plugins.core.linux.process import cores
 from ring_plugins.launcher import mpirun
+from ring_plugins.launcher.discovery import first_hosts
 from ring_plugins.launcher.hosts import allocated_hosts, is_this_host, parse_hosts, read_hostfile, share, slots
 from ring_plugins.launcher.mpirun import JobSpec, Mpirun
 
@@ -52,6 +53,7 @@ class Options:
     min_ranks: int | None = None
     max_ranks: int | None = None
     standbys: int = 0
+    host_discovery: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class LaunchPlan:
         standbys: how many processes wait to do so.
         max_ranks: up to how many ranks the job may grow; 0 for no more than at the start.
         own_report: of this host, with which hosts are compared that are added later; None to compare nothing.
+        host_discovery: the script that lists the hosts from now on, None if they stay.
     """
 
     job: JobSpec
@@ -81,6 +84,7 @@ class LaunchPlan:
     standbys: int = 0
     max_ranks: int = 0
     own_report: Mapping[str, Any] | None = None
+    host_discovery: str | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -88,21 +92,27 @@ class LaunchPlan:
         return tuple(part.host for part in self.job.shares)
 
 
-def make_plan(options: Options) -> LaunchPlan:
-    """Plan a job. Starts nothing but `mpirun --version`.
+def make_plan(options: Options, notify: Callable[[str], None] = lambda line: None) -> LaunchPlan:
+    """Plan a job. Starts nothing but `mpirun --version`, and the script that lists hosts.
+
+    Args:
+        options: of `ring run`.
+        notify: shows one line to the user while that script is waited for.
 
     Raises:
         ArgumentError: an option is wrong, or two contradict each other.
-        LaunchError: the program does not exist, or nothing here can run it on several hosts.
+        LaunchError: the program does not exist, nothing here can run it on several hosts, or there are too few.
     """
     _check(options)
+    if options.host_discovery is not None:
+        options = _with_discovered_hosts(options, options.host_discovery, notify)
     allocation = allocated_hosts() if not options.hosts and not options.hostfile else []
     named = parse_hosts(options.hosts) if options.hosts else []
     hosts = named or (read_hostfile(options.hostfile) if options.hostfile else allocation)
     available = cores()
     ranks = options.ranks or (slots(hosts) if hosts else gpus() or available)
     shares = tuple(share(ranks, hosts)) if hosts else ()
-    is_local = all(is_this_host(part.host) for part in shares)
+    is_local = all(is_this_host(part.host) for part in shares) and options.host_discovery is None
     recovers = options.on_failure != "end"
     if recovers:
         _check_that_losses_can_be_tolerated(options, ranks, is_local)
@@ -126,6 +136,7 @@ def make_plan(options: Options) -> LaunchPlan:
     environment = exported_variables(options.export, max(1, available // most), interface)
     if recovers:
         environment |= {config.ON_FAILURE.name: options.on_failure, config.LOSSES_TOLERATED.name: "1"}
+        environment |= {config.LOSSES_TOLERATED.name: config.OTHERS_MAY_COME} if options.host_discovery else {}
         environment |= {config.MIN_RANKS.name: str(options.min_ranks)} if options.min_ranks is not None else {}
         environment |= {config.MAX_RANKS.name: str(options.max_ranks)} if options.max_ranks is not None else {}
     if is_local:  # the ranks inherit what this process has
@@ -154,6 +165,22 @@ def make_plan(options: Options) -> LaunchPlan:
         options.on_failure == "replace",
         options.standbys,
         options.max_ranks or 0,
+        host_discovery=options.host_discovery,
+    )
+
+
+def _with_discovered_hosts(options: Options, script: str, notify: Callable[[str], None]) -> Options:
+    """The options with the hosts that a script lists once there are enough, and as many ranks as fit."""
+    most = options.max_ranks or MOST_RANKS
+    # A job of one rank cannot grow.
+    least = max(options.min_ranks or options.ranks or 1, 1 if most == 1 else 2)
+    found = first_hosts(script, least, notify)
+    ranks = min(slots(found), most)
+    return replace(
+        options,
+        hosts=",".join(f"{host.name}:{host.slots or 1}" for host in found),
+        ranks=ranks,
+        max_ranks=most,
     )
 
 
@@ -245,6 +272,12 @@ def _check(options: Options) -> None:
         raise ArgumentError(f"-n {options.ranks} is not a positive number of ranks: give 1 or more.")
     if options.hosts and options.hostfile:
         raise ArgumentError("-H and --hostfile both name hosts: give one of them.")
+    if options.host_discovery is not None and (options.hosts or options.hostfile):
+        raise ArgumentError("--host-discovery-script, -H and --hostfile all name hosts: give one of them.")
+    if options.host_discovery is not None and options.on_failure != "replace":
+        raise ArgumentError(
+            "--host-discovery-script needs --on-failure replace, with which ranks can join and leave a job."
+        )
     if options.standbys < 0:
         raise ArgumentError(f"--standbys {options.standbys} is not a number of processes: give 0 or more.")
     if options.standbys and options.on_failure != "replace":

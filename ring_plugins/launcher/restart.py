@@ -8,18 +8,19 @@ needs one when its process is lost, or, in a job that may grow, when it is one o
   an hour at most, and no more once one has found that no process can join in this script.
 - Added slots are taken in order. Until a process has joined by one, all behind it wait. So if it is given up, those
   behind it are, too.
+- A slot whose host the job is to do without gets none: its process leaves after its step, as on any SIGTERM.
 - *Standbys* have run the script up to `init`, where they wait for a slot (core/rendezvous/spawn.py): a new process
   needs seconds until it has imported torch. They are started once the job's ranks have begun, so that they do not delay
   them, and another one as soon as one is used. Some that end unused are replaced, too.
 
-`SlotProcesses` has 27 methods: the table and the policy read each other's state.
+`SlotProcesses` has 29 methods: the table and the policy read each other's state.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ class _Slot:
         times: when each later process got the slot.
         joined: world ranks of the later processes that joined.
         is_given_up: whether it gets no other.
+        leaves: whether its process is to leave; None once it was told.
         order: how many processes had ended before its own; None while it runs, or if it was killed with the others.
         of_memory: whether its process may have been killed for lack of memory.
     """
@@ -66,6 +68,7 @@ class _Slot:
     times: list[float] = field(default_factory=list)
     joined: set[int] = field(default_factory=set)
     is_given_up: bool = False
+    leaves: bool | None = False
     order: int | None = None
     of_memory: bool = False
 
@@ -95,7 +98,8 @@ class SlotProcesses:
         rename: tells who relays the output of a world rank which slot it has got.
 
     Attributes:
-        given_back: names of added slots that are given up, until somebody clears this.
+        given_back: names of added slots that are given up, and of those that were left, until somebody clears this.
+        were_let_go: whether any were told to leave.
         are_killed: whether those that still ran were killed, after the others had ended.
     """
 
@@ -115,7 +119,7 @@ class SlotProcesses:
         self._recovers, self._world_ranks, self._rename = recovers, world_ranks, rename
         self._slots = [_Slot(rank) for rank in ranks]
         self._num_first = self._num_wanted = len(ranks)
-        self.given_back, self.are_killed = list[int](), False
+        self.given_back, self.were_let_go, self.are_killed = list[int](), False, False
         self._standbys, self._num_standbys, self._unused_ends = list[_Standby](), standbys, list[float]()
         self._num_ended, self._memory_kills = 0, memory_kills()
 
@@ -231,15 +235,39 @@ class SlotProcesses:
             kept += 1
         self._close(kept)
         del self._slots[kept:]
+        attempts = dict(added)
+        for slot in self._slots:
+            if attempts.get(slot.name, 0) > slot.attempt:  # a process has left, and another one is wanted now
+                slot.attempt, slot.is_given_up, slot.leaves = attempts[slot.name], False, False
         names = self.names
         self._slots += [_Slot(name, attempt=attempt) for name, attempt in added if name not in names]
         self._num_wanted = len(self._slots)
 
+    def let_leave(self, names: Iterable[int]) -> None:
+        """Let the processes of these slots leave, and nobody take their places until `follow` says so."""
+        for slot in self._slots:
+            if slot.name in names and slot.leaves is False:
+                slot.leaves = self.were_let_go = True
+
+    def _tell_to_leave(self, codes: Sequence[int | None]) -> None:
+        for number, (slot, code) in enumerate(zip(self._slots, codes, strict=False)):
+            if slot.leaves is False or slot.process is None:
+                continue
+            if code is not None:
+                slot.leaves, slot.is_given_up = False, True
+                self.given_back.append(slot.name)
+            elif self._is_new(number) and not self._has_joined(number):
+                slot.process.kill()
+            elif slot.leaves and self._rows.state(number) == State.MEMBER:  # before, a signal would end the job
+                slot.process.terminate()
+                slot.leaves = None  # a second signal would not wait for the step
+
     def tick(self) -> None:
-        """Start processes for slots that need one, and end those that can no longer join."""
+        """Start processes for slots that need one, and end those that can no longer join, or are to leave."""
         if self._world_ranks is None:
             return
         codes = self.codes()
+        self._tell_to_leave(codes)
         self._note_joined()
         joined = [code for number, code in enumerate(codes) if self._has_joined(number)]
         is_hopeless = None not in joined and (0 in joined or not self._rows.others_let_join)
@@ -264,7 +292,7 @@ class SlotProcesses:
     def _is_lost(self, number: int, code: int) -> bool:
         """Whether a process that has ended is to have a successor."""
         slot, rows = self._slots[number], self._rows
-        if slot.is_given_up:
+        if slot.is_given_up or slot.leaves is not False:
             return False
         if self._has_joined(number):
             return code != 0 or rows.state(number) in (State.LEFT, State.LOST)

@@ -1,6 +1,7 @@
 """Options of `horovodrun` mean the same under `ring run`, or are named once with what to do instead."""
 
 import re
+import sys
 
 import pytest
 import typer
@@ -9,7 +10,8 @@ from typer.testing import CliRunner
 from ring_plugins.cli.horovodrun import OPTIONS, REFUSED, translate
 from ring_plugins.cli.main import app
 from ring_plugins.core.base import config
-from ring_plugins.launcher import job
+from ring_plugins.launcher import job, launch_plan
+from ring_plugins.launcher.hosts import Host
 
 #: All that the parser of horovodrun 0.28 has, apart from -h.
 ALL = """
@@ -45,7 +47,7 @@ def plan(monkeypatch):
 
 def test_every_option_of_horovodrun_is_known():
     own = {name for command in [typer.main.get_command(app)] for name in _options_of(command.commands["run"])}
-    assert {*ALL.split()} - {*own, *OPTIONS, *REFUSED} == set()
+    assert {*ALL.split()} - {*own, *OPTIONS, *REFUSED, "--config-file"} == set()
 
 
 def _options_of(command):
@@ -112,11 +114,74 @@ def test_an_option_without_effect_takes_its_words():
     ("words", "said"),
     [
         ("--check-build", "write `ring doctor`"),
-        ("--config-file c.yaml t", "write its settings as options"),
-        ("--host-discovery-script ./f t", "ring add-ranks N --host HOST"),
+        ("--config-file /nowhere.yaml t", "--config-file /nowhere.yaml cannot be read: .*No such file"),
         ("--num-proc", "needs a value"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(words, said):
     with pytest.raises(typer.BadParameter, match=said):
         translate(words.split(), HAS_VALUE, {})
+
+
+CONFIG = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms:
+  hierarchical_allreduce: false
+autotune: {enabled: true, log_file: log.csv}
+timeline: {filename: t.json, mark_cycles: true}
+stall_check: {enabled: true, warning_time_seconds: 120, shutdown_time_seconds: 0}
+library_options: {num_nccl_streams: 2}
+logging: {level: INFO, with_timestamp: false}
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        file = tmp_path / "config.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def test_the_settings_of_a_file_become_options_before_those_of_the_command_line(written):
+    pytest.importorskip("yaml")
+    words, said = translate(["--config-file", written(CONFIG), "--no-autotune", "t"], HAS_VALUE, {})
+    of_file = ["RING_AUTOTUNE=1", "RING_STALL_WARNING=60", "RING_STALL_WARNING=120"]
+    assert words == [word for one in [*of_file, "RING_AUTOTUNE=0"] for word in ("-x", one)] + ["t"]
+    assert [one.split(" has no effect")[0] for one in said] == [
+        "--gloo", "--fusion-threshold-mb 32", "--no-hierarchical-allreduce", "--autotune-log-file log.csv",
+        "--timeline-filename t.json", "--timeline-mark-cycles", "--num-nccl-streams 2", "--log-level INFO",
+        "--log-without-timestamp",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("params: {fusion: 3}", "horovodrun knows no params: fusion; write it as an option"),
+        ("hosts: a:2", "knows no hosts: a:2"),
+        ("- params", r"knows no : \['params'\]"),
+        ("params: {", "cannot be read: while"),
+    ],
+)
+def test_a_file_with_what_horovodrun_does_not_know_is_refused(written, text, said):
+    pytest.importorskip("yaml")
+    with pytest.raises(typer.BadParameter, match=said):
+        translate([f"--config-file={written(text)}", "t"], HAS_VALUE, {})
+
+
+def test_a_file_needs_pyyaml(written, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(typer.BadParameter, match="needs PyYAML: pip install pyyaml, or write its settings as options"):
+        translate(["--config-file", written("")], HAS_VALUE, {})
+
+
+def test_a_discovery_script_means_that_ranks_are_replaced(plan, monkeypatch):
+    monkeypatch.setattr(launch_plan, "first_hosts", lambda script, least, notify: [Host("localhost", least + 1)])
+    found, _ = plan("--host-discovery-script", "./hosts.sh", "--min-np", "3", "--max-np", "9")
+    assert (found.job.ranks, found.max_ranks, found.replaces, found.host_discovery) == (4, 9, True, "./hosts.sh")
+    assert found.hosts == ("localhost",), "so that other hosts may join"

@@ -34,9 +34,11 @@ def test_a_slot_that_is_given_back_takes_those_behind_it_along_and_is_free_again
     slots = growing()
     slots.add(3, HOSTS)
     slots.note_joined([4])
-    slots.take_back(4)  # its host has not seen yet that it has joined
+    slots.take_back(4, 0)  # its host has not seen yet that it has joined
     assert len(told(slots)) == 3
-    slots.take_back(5)
+    slots.take_back(5, 1)  # which is not its host
+    assert len(told(slots)) == 3
+    slots.take_back(5, 0)
     assert told(slots) == [(4, 0, 0)]
     assert slots.add(1, {1: "host2"}) == "ok: rank 5 on host2 will join where an epoch begins"
     assert told(slots) == [(4, 0, 0), (5, 1, 1)], "whose first process needs another world rank than 5"

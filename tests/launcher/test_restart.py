@@ -417,3 +417,39 @@ def test_a_rank_that_ended_without_a_word_is_lost_rather_than_a_failure(job):
     OwnSlot(job.rows.memory, 1).note_end()
     assert [job.ends_job(slot) for slot in range(2)] == [False, True]
     assert [how for _, _, how, _ in job.slots.ends()] == ["lost", "failed"]
+
+
+def test_one_that_is_told_to_leave_does_so_once_and_another_takes_its_place_only_if_it_is_wanted(job):
+    job.begin(RUNS, RUNS)
+    job.next = RUNS
+    job.slots.let_leave([1])
+    job.tick(3)
+    job.process(1).wait()
+    OwnSlot(job.rows.memory, 1).note(State.LEFT)
+    job.tick(3)
+    assert job.process(1).returncode == -15 and job.started == [] and job.told == []
+    assert job.slots.given_back == [1] and job.slots.were_let_go
+    job.slots.follow([(1, 1)])
+    job.tick()
+    assert job.started == [(1, 4)] and job.told == ["starting another process in the place of rank 1."]
+
+
+def test_one_that_has_not_come_yet_is_not_told_to_leave_before_it_has(job):
+    job.begin(RUNS, RUNS, joined=False)
+    job.slots.let_leave([1])
+    job.tick(2)
+    assert job.process(1).poll() is None
+    job.join(1, 1)
+    job.tick()
+    assert job.process(1).wait() == -15
+
+
+def test_one_that_has_not_joined_is_killed_if_nobody_is_wanted_there(job):
+    job.begin(RUNS, KILLED)
+    job.next = RUNS
+    job.tick()
+    job.slots.let_leave([1])
+    job.tick()
+    assert job.process(1).wait() == -9
+    job.tick(2)
+    assert len(job.started) == 1 and job.slots.given_back == [1]

@@ -326,6 +326,7 @@ SPAWNED = Variable("RING_SPAWNED", TEXT, "", "")
 MEMBER = Variable("RING_MEMBER", TEXT, "", "")
 EXPORTED = Variable("RING_EXPORTED", TEXT, "", "")
 LOSSES_TOLERATED = Variable("RING_LOSSES_TOLERATED", TEXT, "", "")
+OTHERS_MAY_COME = "hosts"  # its value if all ranks may be on one host now, and on others later
 JOINS = Variable("RING_JOINS", WHOLE_NUMBER, 0, "")
 SLOT = Variable("RING_SLOT", TEXT, "", "")
 HOST_JOB = Variable("RING_HOST_JOB", TEXT, "", "")

@@ -148,17 +148,20 @@ def measure(
     return speeds
 
 
-def choose(hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None = None) -> Choice:
+def choose(
+    hosts: Sequence[HostInterfaces], measured: Mapping[str, int] | None = None, others_may_come: bool = False
+) -> Choice:
     """The network on which all ranks reach each other.
 
     Args:
         hosts: of all ranks, in rank order.
         measured: network -> Mbit/s, for those that `unmeasured` names.
+        others_may_come: whether ranks of other hosts may join, so that one host needs a network, too, if it has any.
 
     Raises:
         LaunchError: hosts share no network, or ranks want different ones; both are named.
     """
-    if len({host.kernel for host in hosts}) == 1:
+    if len({host.kernel for host in hosts}) == 1 and not (others_may_come and _usable(hosts[0])):
         return Choice(("127.0.0.1",) * len(hosts), "")
     for host in hosts:
         if not _usable(host):

@@ -297,7 +297,8 @@ def _open_transport(connections: bootstrap.Bootstrap, rank: int) -> tuple[TcpTra
     gathered = connections.gather(own_interfaces(rank, address_towards(master) if master else ""))
     hosts = read_each(gathered, read_interfaces)
     networks = unmeasured(hosts)
-    choice = choose(hosts, measure(networks, hosts, rank, connections.gather) if networks else None)
+    measured = measure(networks, hosts, rank, connections.gather) if networks else None
+    choice = choose(hosts, measured, config.LOSSES_TOLERATED.get() == config.OTHERS_MAY_COME)
     if rank == 0 and choice.text:
         logger.info(f"{choice.text}.")
     if rank == 0 and len({host.kernel for host in hosts}) > 1:

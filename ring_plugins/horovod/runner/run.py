@@ -75,7 +75,7 @@ def run(
     rejected: dict[str, tuple[Any, str]] = {
         "host_discovery_script": (
             host_discovery_script,
-            "name the hosts of now in hosts=; to a script under `ring run`, `ring add-ranks N --host HOST` adds others",
+            "name the hosts of now in hosts=; `ring run` takes such a script",
         ),
         "ssh_port": (ssh_port, "write `Port` for these hosts into ~/.ssh/config"),
         "ssh_identity_file": (ssh_identity_file, "write `IdentityFile` for these hosts into ~/.ssh/config"),

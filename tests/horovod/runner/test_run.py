@@ -49,7 +49,7 @@ def test_hosts_interfaces_and_losses(asked, tmp_path, caplog):
         ({"hosts": "a", "hostfile": "b"}, "both say where ranks run"),
         ({"use_gloo": True, "use_mpi": True}, "contradict each other"),
         ({"ssh_port": 2222}, "~/.ssh/config"),
-        ({"host_discovery_script": "./find.sh"}, "ring add-ranks N --host HOST"),
+        ({"host_discovery_script": "./find.sh"}, "`ring run` takes such a script"),
         ({"executable": "/other/python"}, "call run"),
     ],
 )
