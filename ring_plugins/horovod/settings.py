@@ -31,6 +31,7 @@ _ONE_TRIAL = "RING_AUTOTUNE=1 needs no settings"
 _OWN_LAUNCHER = "the launcher decides that (docs/from_horovod.md)"
 #: What to do instead of setting the others; a name that ends in "_" stands for all that begin so.
 INSTEAD = {
+    "HOROVOD_ADASUM_": "there is no Adasum here",
     "HOROVOD_AUTOTUNE_": _ONE_TRIAL,
     "HOROVOD_BATCH_D2D_MEMCOPIES": _BUCKETS,
     "HOROVOD_CACHE_CAPACITY": _NO_CYCLES,
@@ -63,7 +64,9 @@ _PLACE = (
 #: Those that tell of Horovod's build or of its launcher's inside, and so mean nothing to a script.
 _SILENT = (
     "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_NCCL_", "HOROVOD_ROCM_", "HOROVOD_BUILD_", "HOROVOD_MPI",
-    "HOROVOD_GLOO", "HOROVOD_CCL", "HOROVOD_SECRET_KEY", "HOROVOD_HOSTNAME", "HOROVOD_ELASTIC",
+    "HOROVOD_GLOO", "HOROVOD_CCL", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CMAKE", "HOROVOD_DEBUG",
+    "HOROVOD_LOCAL_VERSION", "HOROVOD_MIXED_INSTALL", "HOROVOD_NVTX_", "HOROVOD_SKIP_COMPILE", "HOROVOD_SECRET_KEY",
+    "HOROVOD_HOSTNAME", "HOROVOD_ELASTIC",
     "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_LOG_LEVEL", "HOROVOD_STALL_CHECK_DISABLE", *_PLACE,
 )  # fmt: skip
 _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}

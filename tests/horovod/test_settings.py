@@ -47,6 +47,45 @@ def test_others_are_named(name, text, said):
     assert note.startswith(name) and said in note and environment == {name: text}
 
 
+#: All that Horovod 0.28 reads where it runs, by what becomes of them here, and those of its build.
+OBEYED = """
+AUTOTUNE GLOO_IFACE LOG_LEVEL STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS STALL_SHUTDOWN_TIME_SECONDS START_TIMEOUT
+"""
+NAMED = """
+ADASUM_MPI_CHUNK_SIZE AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE AUTOTUNE_LOG
+AUTOTUNE_STEPS_PER_SAMPLE AUTOTUNE_WARMUP_SAMPLES BATCH_D2D_MEMCOPIES CACHE_CAPACITY CCL_CACHE CONTROLLER
+CPU_OPERATIONS CYCLE_TIME DISABLE_GROUP_FUSION DISABLE_NVTX_RANGES ELASTIC_TIMEOUT ENABLE_ASYNC_COMPLETION
+ENABLE_XLA_OPS FUSION_THRESHOLD GLOO_TIMEOUT_SECONDS HIERARCHICAL_ALLGATHER HIERARCHICAL_ALLREDUCE LOG_HIDE_TIME
+MPI_THREADS_DISABLE NUM_NCCL_STREAMS SPARK_PYTHONPATH SPARK_START_TIMEOUT SPARK_USE_LOCAL_RANK_GPU_INDEX
+SPARK_WORK_DIR THREAD_AFFINITY TIMELINE TIMELINE_MARK_CYCLES TORUS_ALLREDUCE
+"""
+#: Set by its launcher rather than by users, or true here anyway.
+ITS_OWN = """
+CROSS_RANK CROSS_SIZE DYNAMIC_PROCESS_SETS ELASTIC GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT HOSTNAME LOCAL_RANK
+LOCAL_SIZE RANK SECRET_KEY SIZE
+"""
+OF_ITS_BUILD = """
+ALLOW_MIXED_GPU_IMPL BUILD_ARCH_FLAGS BUILD_CUDA_CC_LIST CMAKE CUDA_HOME DEBUG GPU GPU_ALLGATHER GPU_ALLREDUCE
+GPU_ALLTOALL GPU_BROADCAST GPU_OPERATIONS GPU_REDUCESCATTER LOCAL_VERSION MIXED_INSTALL NCCL_HOME NCCL_INCLUDE NCCL_LIB
+NCCL_LINK NVTX_INCLUDE ROCM_HOME SKIP_COMPILE WITH_GLOO WITH_MPI WITH_MXNET WITH_PYTORCH WITH_TENSORFLOW WITHOUT_GLOO
+WITHOUT_MPI WITHOUT_MXNET WITHOUT_PYTORCH WITHOUT_TENSORFLOW
+"""
+
+
+def test_every_variable_of_horovod_is_obeyed_or_named(monkeypatch):
+    monkeypatch.setattr(settings, "logger", logging.getLogger("tests"))
+    for name in OBEYED.split():
+        text = {"LOG_LEVEL": "error", "GLOO_IFACE": "eth0"}.get(name, "1")
+        environment = {f"HOROVOD_{name}": text}
+        assert settings.obey(environment) == [], name
+        assert len(environment) == 2 or name == "LOG_LEVEL", name
+    for name in NAMED.split():
+        (note,) = settings.obey({f"HOROVOD_{name}": "1"})
+        assert note.startswith(f"HOROVOD_{name} has no effect here: ") and "does not know it" not in note
+    for name in [*ITS_OWN.split(), *OF_ITS_BUILD.split()]:
+        assert settings.obey({f"HOROVOD_{name}": "1"}) == []
+
+
 def test_what_replaces_a_variable_exists():
     for text in settings.INSTEAD.values():
         assert {*re.findall(r"RING_\w+", text)} <= {*config.ALL}, text
