@@ -55,6 +55,7 @@ _OF_THE_TRAINER = (
     "limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "overfit_batches",
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs",
 )  # fmt: skip
+_OF_THE_STRATEGY = ("global_batch_size", "exact")
 #: Of names that all ranks have; the text of a value that a rank lacks.
 _KEPT, _ABSENT = ("hparams", "datamodule.hparams"), "missing"
 #: How deep values may be nested, how many differences an error names, and how many characters of each value.
@@ -118,6 +119,9 @@ def _found(trainer: Any) -> Iterator[tuple[str, str]]:
     module, data = trainer.lightning_module, trainer.datamodule
     for name in _OF_THE_TRAINER:
         yield from _flat(f"Trainer({name})", getattr(trainer, name, None))
+    arguments = getattr(getattr(trainer, "strategy", None), "arguments", {})
+    for name in _OF_THE_STRATEGY:
+        yield from _flat(f"RingStrategy({name})", arguments.get(name))
     yield from _flat("hparams", getattr(module, "hparams", None))
     yield from _flat("datamodule.hparams", getattr(data, "hparams", None))
     submodules = list(module.named_modules())

@@ -50,6 +50,10 @@ _ARGUMENTS_OF_OTHERS["on_failure"] = _ARGUMENTS_OF_OTHERS["min_ranks"] = _ARGUME
     "leave it out: jobs of Fabric end with the first rank that is lost. Those of a Trainer with RingStrategy, and of "
     "plain PyTorch loops with ring_plugins.torch, can go on"
 )
+_ARGUMENTS_OF_OTHERS["global_batch_size"] = _ARGUMENTS_OF_OTHERS["exact"] = (
+    "the loop is yours in Fabric: iterate over fabric.strategy.global_batches(loader, model, global_batch_size=64), "
+    "with a loader that setup_dataloaders has not seen"
+)
 _ARGUMENTS_OF_OTHERS["ddp_comm_state"] = _ARGUMENTS_OF_OTHERS["ddp_comm_wrapper"] = _ARGUMENTS_OF_OTHERS[
     "ddp_comm_hook"
 ]

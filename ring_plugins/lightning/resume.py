@@ -24,6 +24,7 @@ import torch
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core.base.log import logger
+from ring_plugins.lightning.global_batch import StepLoader
 from ring_plugins.lightning.launcher import has_failed
 from ring_plugins.torch.loaders import samplers_of
 from ring_plugins.torch.order import Resumption, length_of, position_of, resumed
@@ -61,6 +62,8 @@ class MidEpoch:
 
     @property
     def _ranks(self) -> int:
+        if (steps := self._strategy._global_batch) is not None:  # as many as make a batch of a step each
+            return int(steps.passes)
         return int(self._strategy.distributed_sampler_kwargs["num_replicas"])
 
     def state(self, goes_back: bool = True) -> dict[str, Any]:
@@ -94,6 +97,8 @@ class MidEpoch:
                 batches, begun = batches - left, 0
         if is_cycled and not begun and batches and (length := length_of(loader)):
             batches = (batches - 1) % length + 1
+        if isinstance(loader, StepLoader):
+            return loader.position(batches, begun)
         return position_of(loader, batches, self._ranks, begun)
 
     # Going on -------------------------------------------------------------------------------------
@@ -149,6 +154,8 @@ class MidEpoch:
         self._first = done
 
     def _resumed(self, loader: Any, position: Mapping[str, Any]) -> Resumption:
+        if isinstance(loader, StepLoader):
+            return loader.resumed(position)
         states = position.get(_STATES, [])
         if len(states) == self._ranks and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(states[self._strategy.global_rank])

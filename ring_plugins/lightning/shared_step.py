@@ -148,7 +148,7 @@ class SharedStep:
                     f"{type(optimizer).__name__} evaluates its closure several times a step"
                     + (
                         ", but a closure has only the last of the batches whose gradients are accumulated. Use "
-                        "accumulate_grad_batches=1 (and no sync_grad=False) with it."
+                        "accumulate_grad_batches=1 (and no sync_grad=False, and no global_batch_size) with it."
                         if self._accumulates()
                         else " and changes the weights in between, so a step cannot be skipped. Use RingStrategy "
                         "without skip_step_on for it."

@@ -56,6 +56,8 @@ class Shares:
         return isinstance(loader, DataLoader) and self._connector._requires_distributed_sampler(loader)
 
     def _prepare_loader(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        if self._strategy._global_batch is not None and mode.value == "train":
+            return self._strategy._global_batch.loader(dataloader, _seed())
         if not self._strategy.is_distributed and mode.value == "train":
             # It draws as before, but its order can be known, to go on in its middle (`resume`).
             alone = {"num_replicas": 1, "rank": 0, "seed": None, "may_be_empty": True}
@@ -78,13 +80,17 @@ class Shares:
         return self._every_nth(sampler, mode, getattr(dataloader, "drop_last", False))
 
     def _every_nth(self, sampler: Any, mode: Any, drops: bool = False) -> EveryNth:
-        seed, kind = int(os.environ.get("PL_GLOBAL_SEED", "0")), "" if mode is None else mode.value
+        seed, kind = _seed(), "" if mode is None else mode.value
         is_training = kind == "train"
         # A rank whose only batch of an evaluation was dropped would have none to run again.
         pads = world.current().replaces or (not self._strategy._joins if is_training else drops)
         pads &= kind != "predict"
         ranks = self._strategy.distributed_sampler_kwargs
         return EveryNth(sampler, **ranks, seed=seed, pads=pads, may_be_empty=is_training)
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def tell_if_undivided(loader: Any, batch: Any, group: Group | None) -> None:

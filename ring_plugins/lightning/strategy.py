@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from ring_plugins.core.groups import Group
 from ring_plugins.core.members.policy import FailurePolicy
 from ring_plugins.lightning.buffers import BufferBroadcast
 from ring_plugins.lightning.environment import RingEnvironment
+from ring_plugins.lightning.global_batch import GlobalBatch, check_global_batch
 from ring_plugins.lightning.hyperparameters import check_equal
 from ring_plugins.lightning.joining import MeetingPoint
 from ring_plugins.lightning.launcher import (
@@ -103,6 +104,10 @@ class RingTrainerLogic(RingParallelLogic):
             inside a host only then (docs/slow_networks.md). None averages all ranks' gradients in every step.
         outer: With `sync_every`: "average", "nesterov", or the outer optimizer's learning rate and momentum.
         fragments: With `sync_every`: parts of the weights that take turns; a divisor of it.
+        global_batch_size: Samples of a step on all ranks together, a multiple of the DataLoader's `batch_size`: the
+            ranks that are there make as many passes as that needs (docs/batch_size.md). A step is a batch to Lightning.
+        exact: With `global_batch_size`: whether gradients are added up in the order of the batches, so that the
+            averages have the same bits on any number of ranks. It takes longer, and more memory.
         group: A `ring_plugins.Group` of the ranks that train together, all by default: the data-parallel group of a
             mesh, or one of several models. To Lightning, these ranks are the whole job (docs/lightning.md).
 
@@ -148,15 +153,19 @@ class RingTrainerLogic(RingParallelLogic):
         sync_every: int | str | None = None,
         outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
         fragments: int = 1,
+        global_batch_size: int | None = None,
+        exact: bool = False,
         group: Group | None = None,
         **unknown: Any,
     ) -> None:
         self._construct(locals())
         local_settings(self.arguments)  # raises if one is invalid
+        check_global_batch(self.arguments)
         self._local: LocalTraining | None = None
         if uneven not in ("join", "error"):
             raise ArgumentError(f'RingStrategy(uneven={uneven!r}) has to be "join" or "error".')
         self._joins, self._uneven = uneven == "join", cast("UnevenData | None", None)
+        self._global_batch: GlobalBatch | None = None
         self._evaluation: EvenEvaluation | None = None
         if gather_predictions not in (False, True, "rank 0"):
             raise ArgumentError(
@@ -188,12 +197,17 @@ class RingTrainerLogic(RingParallelLogic):
     @property
     def ran_out(self) -> bool:
         """Whether this rank has run out of batches in this epoch and repeats its last one, which does not count."""
-        return any(one.ran_out for one in (self._uneven, self._evaluation) if one is not None)
+        return any(one.ran_out for one in self._weighing)
+
+    @property
+    def _weighing(self) -> Iterator[Any]:
+        """What knows how much this rank's batch weighs."""
+        return (one for one in (self._uneven, self._evaluation, self._global_batch) if one is not None)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        for one in (self._uneven, self._evaluation):
-            if one is not None and one.is_logging and reduce_op in ("mean", "avg", None):
+        for one in self._weighing:
+            if one.is_logging and reduce_op in ("mean", "avg", None):
                 tensor = tensor * one.weight
         return super().reduce(tensor, group, reduce_op)
 
@@ -241,7 +255,8 @@ class RingTrainerLogic(RingParallelLogic):
                 self._set_up.callback(self._evaluation.close)
             if self.world_size > 1 and trainer.state.fn == "predict":
                 self._set_up.callback(Predictions(trainer, self._gathers, self.group).close)
-            if is_fitting and self._joins and self.world_size > 1 and not world.current().replaces:
+            joins = self._joins and self._global_batch is None and not world.current().replaces
+            if is_fitting and joins and self.world_size > 1:
                 self._uneven = UnevenData(self, trainer, loop, team)
                 self._set_up.callback(self._uneven.close)
         super().setup(trainer)
@@ -251,7 +266,7 @@ class RingTrainerLogic(RingParallelLogic):
             assert self.lightning_module is not None
             self._buffers = BufferBroadcast(self.lightning_module, team) if self._broadcast_buffers else None
             self._drift = DriftCheck(self._drift.every)
-        if is_fitting and (self.is_distributed or self._skip_step_on):
+        if is_fitting and (self.is_distributed or self._skip_step_on or self._global_batch):
             own = {} if self._local is None else self._local.averager_arguments
             self._averager = GradientAverager(self.lightning_module, **{**self._averager_arguments, **own})
             self._set_up.callback(self._averager.close)
@@ -259,7 +274,7 @@ class RingTrainerLogic(RingParallelLogic):
             self._shared_step = SharedStep(
                 self._averager,
                 self.lightning_module.automatic_optimization,
-                lambda: self._accumulates or self._trainer.accumulate_grad_batches > 1,
+                lambda: self._accumulates or self._trainer.accumulate_grad_batches > 1 or bool(self._global_batch),
                 self._skip_step_on,
             )
 
@@ -278,7 +293,10 @@ class RingTrainerLogic(RingParallelLogic):
             self._set_up.callback(self._mid_epoch.close)
         if is_fitting or self.is_distributed:
             self._set_up.callback(Shares(self, trainer).close)
-        if is_fitting and self.is_distributed and not self._recovers:
+        if is_fitting and self.arguments["global_batch_size"] is not None:
+            self._global_batch = GlobalBatch(self, trainer)
+            self._set_up.callback(self._global_batch.close)
+        elif is_fitting and self.is_distributed and not self._recovers:
             self.on_train_batch_start = self._begin_first_batch
 
     def _begin_first_batch(self, batch: Any, batch_idx: int) -> None:
@@ -500,7 +518,7 @@ class RingTrainerLogic(RingParallelLogic):
         self._set_up.close()
         self.__dict__.pop("on_train_batch_start", None)
         self._averager = self._buffers = self._shared_step = self._uneven = self._evaluation = None
-        self._preemption = self._local = self._mid_epoch = None
+        self._preemption = self._local = self._mid_epoch = self._global_batch = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -515,6 +533,7 @@ class RingTrainerLogic(RingParallelLogic):
             "_preemption": None,
             "_local": None,
             "_mid_epoch": None,
+            "_global_batch": None,
             "_set_up": ExitStack(),
         }
 

@@ -301,7 +301,16 @@ class _Fetcher:
 
 @contextmanager
 def kept(module: nn.Module) -> Iterator[None]:
-    """Put back the metrics, buffers and plain attributes of a module; but not statistics that all ranks compute.
+    """Put back what `as_it_is` does."""
+    back = as_it_is(module)
+    try:
+        yield
+    finally:
+        back()
+
+
+def as_it_is(module: nn.Module) -> Callable[[], None]:
+    """What puts back the metrics, buffers and plain attributes of a module; but not statistics that all ranks compute.
 
     No tensor is overwritten, since backward may need what the forward has seen.
     """
@@ -315,15 +324,16 @@ def kept(module: nn.Module) -> Iterator[None]:
             named = [(name, own) for name, own in one._buffers.items() if own is not None]
             buffers += [(one._buffers, name, known.setdefault(id(own), _as_it_is(own))) for name, own in named]
         attributes += [(vars(one), name, _as_it_is(own)) for name, own in vars(one).items() if name not in _OF_TORCH]
-    try:
-        yield
-    finally:
+
+    def back() -> None:
         for metric, state, count in metrics:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
         for owner, name, before in (*buffers, *attributes):
             owner[name] = before()
+
+    return back
 
 
 #: Attributes of every module, which have nothing of a script.

@@ -20,27 +20,28 @@ know whose gradients are in.
 wherever a micro-batch is computed.
 
 **Exact** averages (`exact_averages`) also have the same bits; sums in another order differ in the last ones.
+
+`step_plan` says which samples these are. `Steps` makes averages of their gradients, in the loop of a script
+(`GlobalBatches`) or in that of a Trainer (`lightning.global_batch`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
-from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
+from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.world import current
 from ring_plugins.torch import sync_batch_norm
 from ring_plugins.torch.exact_averages import ExactAverages, average_exactly
 from ring_plugins.torch.gradients import GradientAverager
-from ring_plugins.torch.loaders import ElasticSampler
-from ring_plugins.torch.order import order_of, with_index
+from ring_plugins.torch.step_plan import Pass, StepPlan
 
 T = TypeVar("T")
 
@@ -95,26 +96,16 @@ class GlobalBatches(Generic[T]):
         self, loader: DataLoader[T], *optimizers: Any, global_batch_size: int, exact: bool = False, seed: int = 0
     ) -> None:
         with rejections_told(current().communicator, "GlobalBatches"):
-            self._averagers = [_averager_of(one) for one in optimizers]
-            _check(loader, global_batch_size, self._averagers)
-        self.loader, self.global_batch_size, self.exact, self.seed = loader, global_batch_size, exact, seed
-        self._epoch = self._samples = 0
+            averagers = [_averager_of(one) for one in optimizers]
+            if not averagers:
+                raise ArgumentError("GlobalBatches needs the DistributedOptimizers or GradientAveragers of the loop.")
+            self._plan = StepPlan(loader, global_batch_size, seed, "GlobalBatches")
+        self._steps = Steps(self._plan, averagers, exact)
         self._is_loaded = False
-        #: Of this epoch, once it is known.
-        self._order: tuple[int, list[int]] | None = None
-        self._plan = _Plan()
-        self._divided: DataLoader[T] = with_index(loader, self._plan)
-        self._batches: Iterator[T] = iter(())  # for this rank of so many, from the step with this first sample
-        self._batches_for: tuple[int, int, int] | None = None
-        #: Whether a script was seen to keep the gradients of several passes.
-        self._accumulates = False
-        self._place = _Place()
-        for averager in self._averagers:
-            averager.checks.list.append(self._place)
 
     def __len__(self) -> int:
         """Steps of an epoch."""
-        return (self._end() + self.global_batch_size - 1) // self.global_batch_size
+        return len(self._plan)
 
     def __iter__(self) -> Iterator[Step[T]]:
         """The rest of this epoch, or else the next one.
@@ -122,97 +113,116 @@ class GlobalBatches(Generic[T]):
         Behind `load_state_dict` the rest may be no step: then the checkpoint is of an epoch's last one, and so is all
         that counts epochs beside this.
         """
-        if self._samples >= self._end() and not self._is_loaded:
-            self._epoch, self._samples = self._epoch + 1, 0
+        plan = self._plan
+        if plan.samples >= plan.end() and not self._is_loaded:
+            plan.epoch, plan.samples = plan.epoch + 1, 0
         self._is_loaded = False
-        while (first := self._samples) < self._end():
-            step = Step(self, first, min(first + self.global_batch_size, self._end()))
-            skipped = self._skipped()
+        while (step := self._steps.next()) is not None:
+            skipped = self._steps.skipped
             yield step
-            if not step.is_done and self._skipped() == skipped:
+            if not step.is_done and self._steps.skipped == skipped:
                 self._reject_part_of(step)
-            self._samples = max(self._samples, step.end)  # also of one that all ranks skipped
-        self._epoch, self._samples = self._epoch + 1, 0
+            plan.samples = max(plan.samples, step.end)  # also of one that all ranks skipped
+        plan.epoch, plan.samples = plan.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its samples have been in steps."""
-        return {"epoch": self._epoch, "samples": self._samples}
+        return {"epoch": self._plan.epoch, "samples": self._plan.samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind these samples."""
-        self._epoch, self._samples = state["epoch"], state["samples"]
-        self._is_loaded, self._batches_for = True, None
-
-    def _end(self) -> int:
-        """Where the last step of this epoch ends, in samples."""
-        if self._order is None or self._order[0] != self._epoch:
-            self._order = self._epoch, job_order(self.loader.sampler, self.seed, self._epoch)
-            self._place.take_order(self._order[1])
-        count = len(self._order[1])
-        return count - count % self.global_batch_size if self.loader.drop_last else count
-
-    def _skipped(self) -> int:
-        return sum(averager.skipped_steps for averager in self._averagers)
+        self._plan.begin_at(state["epoch"], state["samples"])
+        self._is_loaded = True
 
     def _reject_part_of(self, step: Step[T]) -> None:
+        communicator = self._steps.communicator
         error = RingError(
-            f"rank {self._communicator.rank} has left the loop over a step of GlobalBatches before its end, so the "
-            f"gradients of samples {step.first} to {step.end - 1} of epoch {self._epoch} are incomplete. Let the inner "
-            "loop, `for batch in step`, run to its end on all ranks."
+            f"rank {communicator.rank} has left the loop over a step of GlobalBatches before its end, so the "
+            f"gradients of samples {step.first} to {step.end - 1} of epoch {self._plan.epoch} are incomplete. Let the "
+            "inner loop, `for batch in step`, run to its end on all ranks."
         )
-        self._communicator.interrupt("a step of GlobalBatches", error)
+        communicator.interrupt("a step of GlobalBatches", error)
         raise error
 
+
+class Steps(Generic[T]):
+    """Makes the gradients of a plan's steps averages.
+
+    Args:
+        plan: says which samples these are.
+        averagers: of all gradients.
+        exact: see `GlobalBatches`.
+        accumulates: whether gradients are known to add up.
+    """
+
+    def __init__(
+        self, plan: StepPlan[T], averagers: Sequence[GradientAverager], exact: bool, accumulates: bool = False
+    ) -> None:
+        self.plan, self.averagers, self.exact, self.accumulates = plan, averagers, exact, accumulates
+        for averager in averagers:
+            averager.checks.list.append(plan.place)
+
+    def close(self) -> None:
+        """Let the averagers no longer compare the places of these steps."""
+        for averager in self.averagers:
+            averager.checks.list.remove(self.plan.place)
+
+    def next(self) -> Step[T] | None:
+        """The step at which the plan is; None behind the last one of the epoch."""
+        first, end = self.plan.samples, self.plan.end()
+        return Step(self, first, min(first + self.plan.global_batch_size, end)) if first < end else None
+
     @property
-    def _communicator(self) -> Communicator[Any]:
-        return self._averagers[0].communicator
-
-    # For `Step` ---------------------------------------------------------------------------------------
-
-    def _divide(self, step: Step[T]) -> list[int]:
-        """The numbers of this rank's micro-batches in a step: a smaller one is the first."""
-        rank, size = self._communicator.rank, self._communicator.size
-        if self._batches_for != (rank, size, step.first):
-            assert self._order is not None
-            order = self._order[1][: self._end()]
-            self._plan.divide(order, self._batch_size, self.global_batch_size, rank, size, step.first)
-            self._batches = iter(self._divided)
-        self._batches_for = None  # until all of these have been taken
-        return _numbers(rank, size, step.first, step.end, self._batch_size)
+    def communicator(self) -> Communicator[Any]:
+        """Of all ranks."""
+        return self.averagers[0].communicator
 
     @property
-    def _batch_size(self) -> int:
-        assert self.loader.batch_size is not None
-        return self.loader.batch_size
-
-    def _seed(self, number: int, of: str = "batch") -> None:
-        seed = zlib.crc32(repr((self.seed, self._epoch, of, number)).encode())
-        # `torch.manual_seed` notes a stack for each kind of device that is not in use, for milliseconds, and keeps it.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(seed)
+    def skipped(self) -> int:
+        """Steps that all ranks have skipped."""
+        return sum(averager.skipped_steps for averager in self.averagers)
 
 
 class Step(Generic[T]):
-    """A step of `GlobalBatches`: iterate over this rank's batches.
+    """A step: iterate over this rank's batches.
 
     Attributes:
         first, end: the places of its samples in the epoch's order.
         is_done: whether the gradients are averages.
         times: how often it was begun: once more after each loss of a rank in it.
+        by_rank: the passes of all ranks, since it was begun.
+        index: of the pass whose batch the loop has.
     """
 
-    def __init__(self, owner: GlobalBatches[T], first: int, end: int) -> None:
+    def __init__(self, owner: Steps[T], first: int, end: int) -> None:
         self._owner, self.first, self.end = owner, first, end
-        self.is_done, self.times = False, 0
+        self.is_done, self.times, self.index = False, 0, 0
+        self.by_rank: list[list[Pass]] = []
+        self._peeked: tuple[tuple[int, int], list[Pass], T] | None = None
 
     @property
     def samples(self) -> int:
         """How many samples it has, on all ranks together."""
         return self.end - self.first
 
-    def __iter__(self) -> Iterator[T]:
-        owner = self._owner
+    def samples_of(self, one: Pass) -> int:
+        """How many samples a pass has that count."""
+        return min(self.end - one.number, self._owner.plan.batch_size) if one.counts else 0
+
+    def peek(self) -> T:
+        """The first batch of this rank, which the loop gets, too, unless the ranks change until then."""
+        plan, place = self._owner.plan, self._place()
+        passes = plan.divide(self.first, self.end, *place)
+        plan.draw_by(passes[0].number)
+        batch = next(plan.batches)
+        self._peeked = place, passes, batch
+        return batch
+
+    def _place(self) -> tuple[int, int]:
+        return self._owner.communicator.rank, self._owner.communicator.size
+
+    def __iter__(self) -> Generator[T, None, None]:
+        plan = self._owner.plan
         sync_batch_norm.refusal = _NO_SYNC_BATCH_NORM
         try:
             while not self.is_done:
@@ -220,45 +230,49 @@ class Step(Generic[T]):
                 self.is_done = yield from self._attempt()
         finally:
             sync_batch_norm.refusal = ""
-        owner._samples = self.end
-        owner._seed(self.end, "end")
+        plan.samples = self.end
+        plan.draw_by(self.end, "end")
 
     def _attempt(self) -> Generator[T, None, bool]:
         """Go through this rank's batches; returns whether the gradients are averages of all."""
-        owner, averagers, losses = self._owner, self._owner._averagers, _losses()
+        owner, averagers, losses = self._owner, self._owner.averagers, _losses()
+        plan, full = owner.plan, owner.plan.batch_size
         _drop_gradients(averagers)
-        size, full = owner._communicator.size, owner._batch_size
-        owner._place.take(owner._epoch, self.first, self.end, full)
+        rank, size = place = self._place()
+        plan.place.take(plan.epoch, self.first, self.end, full)
         exact = [ExactAverages(averager) for averager in averagers] if owner.exact else []
         reduced = [averager.steps for averager in averagers]
-        numbers = owner._divide(self)
-        for number in numbers:
-            samples = min(self.end - number, full)
+        peeked, self._peeked = self._peeked, None
+        peeked = peeked if peeked is not None and peeked[0] == place else None
+        passes = peeked[1] if peeked is not None else plan.divide(self.first, self.end, rank, size)
+        self.by_rank = plan.by_rank(self.first, self.end, size)
+        for self.index, one in enumerate(passes):
+            samples = self.samples_of(one)
             # The first step with several passes averages behind them, to see that the script adds gradients up.
-            is_averaged = number == numbers[-1] and samples == full and not exact
-            is_averaged &= owner._accumulates or len(numbers) == 1
-            owner._seed(number)
-            batch = next(owner._batches)
-            is_watched = not is_averaged and not exact and not owner._accumulates
+            is_averaged = self.index == len(passes) - 1 and samples == full and not exact
+            is_averaged &= owner.accumulates or len(passes) == 1
+            plan.draw_by(one.number)
+            batch, peeked = next(plan.batches) if peeked is None else peeked[2], None
+            is_watched = not is_averaged and not exact and not owner.accumulates
             with contextlib.ExitStack() as block:
                 for averager in averagers if not is_averaged else ():
                     block.enter_context(averager.no_sync())
                 before = [_Kept(one, block) for one in averagers if is_watched]
                 yield batch
             del batch
-            if exact:
-                for one in exact:
-                    one.take(number, samples / full)
+            if not samples:
+                _drop_gradients(averagers)
+            elif exact:
+                for part in exact:
+                    part.take(one.number, samples / full)
             elif not is_averaged:
-                if not all(one.is_kept() for one in before):
-                    self._reject_cleared()
-                if samples < full:
-                    _scale(averagers, samples / full)
-        owner._accumulates |= len(numbers) > 1
-        owner._batches_for = owner._communicator.rank, size, self.end
+                self._add_up(before, samples / full)
+        owner.accumulates |= len(passes) > 1
+        plan.taken(self.end, rank, size)
         weight = self.samples / full
         if exact:
-            return losses == _losses() and average_exactly(exact, self._by_rank(size), weight)
+            numbers = [[one.number for one in of_rank if one.counts] for of_rank in self.by_rank]
+            return losses == _losses() and average_exactly(exact, numbers, weight)
         for averager, before_step in zip(averagers, reduced, strict=True):
             if averager.steps == before_step:
                 averager.finish()
@@ -268,17 +282,19 @@ class Step(Generic[T]):
             _scale(averagers, size / weight)
         return True
 
-    def _by_rank(self, size: int) -> list[list[int]]:
-        """The micro-batches of each of so many ranks."""
-        return [_numbers(rank, size, self.first, self.end, self._owner._batch_size) for rank in range(size)]
-
-    def _reject_cleared(self) -> None:
+    def _add_up(self, before: list[_Kept], weight: float) -> None:
+        """Check that gradients were added to those before, and weigh them; a pass that has less weight comes first."""
+        if all(one.is_kept() for one in before):
+            if weight < 1:
+                _scale(self._owner.averagers, weight)
+            return
+        communicator = self._owner.communicator
         error = RingError(
-            f"rank {self._owner._communicator.rank} has cleared gradients between two batches of a step of "
-            "GlobalBatches, which are to add up. Call zero_grad() in front of the inner loop, `for batch in "
-            "step`, or not at all: each step begins without gradients."
+            f"rank {communicator.rank} has cleared gradients between two batches of a step of GlobalBatches, which are "
+            "to add up. Call zero_grad() in front of the inner loop, `for batch in step`, or not at all: each step "
+            "begins without gradients."
         )
-        self._owner._communicator.interrupt("a step of GlobalBatches", error)
+        communicator.interrupt("a step of GlobalBatches", error)
         raise error
 
 
@@ -308,136 +324,6 @@ class _Kept:
             return self._parameter is None
         whole = self._before + self._added
         return torch.allclose(found, whole, equal_nan=True) or not torch.allclose(found, self._added, equal_nan=True)
-
-
-def _numbers(rank: int, size: int, first: int, end: int, batch_size: int) -> list[int]:
-    """The micro-batches that a rank of so many computes in a step, by their first samples; a smaller one comes first.
-
-    Args:
-        rank, size: of the ranks that are there.
-        first, end: the step's samples.
-        batch_size: of a micro-batch.
-    """
-    own = list(range(first + rank * batch_size, end, size * batch_size))
-    return own[-1:] + own[:-1] if own and own[-1] + batch_size > end else own
-
-
-class _Plan:
-    """A batch sampler: the rest of an epoch, as it is divided among some ranks."""
-
-    def __init__(self) -> None:
-        self._order: list[int] = []
-        self._batch_size = self._step = 1
-        self._rank, self._size, self._first = 0, 1, 0
-
-    def divide(self, order: list[int], batch_size: int, step: int, rank: int, size: int, first: int) -> None:
-        """Begin with the step at the first sample of this order, in steps of so many, for one of so many ranks."""
-        self._order, self._batch_size, self._step = order, batch_size, step
-        self._rank, self._size, self._first = rank, size, first
-
-    def _steps(self) -> Iterator[list[int]]:
-        count = len(self._order)
-        for first in range(self._first, count, self._step):
-            yield _numbers(self._rank, self._size, first, min(first + self._step, count), self._batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order, step = self._order, self._step
-        for numbers in self._steps():
-            for number in numbers:
-                end = min(number + self._batch_size, number - number % step + step)
-                yield order[number:end]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._steps()))
-
-
-class _Place:
-    """What ranks compare along with the gradients of a step: its place in the data, and the order of these.
-
-    Attributes:
-        number: see `observe.consistency.Check`.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._order = 0
-        self._told: dict[str, int] = {}
-
-    def take_order(self, order: Sequence[int]) -> None:
-        """Compare this order from now on."""
-        self._order = zlib.crc32(torch.tensor(order, dtype=torch.int64, device="cpu").numpy().tobytes())
-
-    def take(self, epoch: int, first: int, end: int, batch_size: int) -> None:
-        """Compare this place from now on."""
-        self._told = {
-            "epoch": epoch, "first sample": first, "end": end, "batch_size": batch_size, "order": self._order
-        }  # fmt: skip
-        self.number = zlib.crc32(repr(self._told).encode())
-
-    def say(self, communicator: Communicator[Any]) -> None:
-        """See `observe.consistency.Check`."""
-        told = communicator.all_gather_object(self._told, "places of GlobalBatches")
-        if any(one != told[0] for one in told):
-            by_rank = dict(zip(communicator.ranks, told, strict=True))
-            raise MismatchError(
-                f"the ranks' steps of GlobalBatches do not have the same samples: {by_rank}. If only `order` (a "
-                "checksum) differs, the loaders' datasets have different lengths, or their samplers draw by "
-                "themselves: let a sampler draw by torch's generator, or by its seed and set_epoch(). Give all ranks "
-                "the same arguments and the same state."
-            )
-
-
-def job_order(sampler: Any, seed: int, epoch: int) -> list[int]:
-    """The samples of an epoch in the order of a loader's sampler, the same in every process that asks.
-
-    Args:
-        sampler: draws by torch's generator, or by one of its own; both are seeded for this. One with a `set_epoch` is
-            told the epoch.
-        seed: of the order of all epochs.
-        epoch: which.
-    """
-    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-        set_epoch(epoch)
-    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-        generator.manual_seed(seed + epoch)
-    return list(map(int, order_of(sampler, seed + epoch)))
-
-
-def _check(loader: Any, global_batch_size: Any, averagers: Sequence[GradientAverager]) -> None:
-    """Check the arguments of `GlobalBatches`."""
-    if not averagers:
-        raise ArgumentError("GlobalBatches needs the DistributedOptimizers or GradientAveragers of the loop.")
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise ArgumentError(f"global_batch_size={global_batch_size!r} is not a positive number of samples.")
-    rank = current().communicator.rank
-    if not isinstance(loader, DataLoader):
-        raise ArgumentError(
-            f"loader={type(loader).__name__} on rank {rank} is not a torch DataLoader, so GlobalBatches cannot divide "
-            "its samples. Make a DataLoader of the dataset."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(
-            f"global_batch_size={global_batch_size} on rank {rank} with a {type(loader.dataset).__name__}, an "
-            "IterableDataset, whose samples have no numbers by which ranks could divide them. Use a dataset with "
-            "__len__ and __getitem__, or ranks with a loader each."
-        )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise ArgumentError(
-            f"the loader of rank {rank} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), and "
-            "GlobalBatches needs batches of one size: give the DataLoader batch_size= and sampler=."
-        )
-    if isinstance(loader.sampler, (DistributedSampler, ElasticSampler)) or hasattr(loader.sampler, "num_replicas"):
-        raise ArgumentError(
-            f"the loader of rank {rank} has a {type(loader.sampler).__name__}, which divides samples among the ranks, "
-            "as GlobalBatches does: leave it out (shuffle=True)."
-        )
-    if rest := global_batch_size % loader.batch_size:
-        fitting = [size for size in (global_batch_size - rest, global_batch_size - rest + loader.batch_size) if size]
-        raise ArgumentError(
-            f"global_batch_size={global_batch_size} on rank {rank} is no multiple of the loader's batch_size="
-            f"{loader.batch_size}, of which each pass is one: take {' or '.join(map(str, fitting))}, or another "
-            "batch_size."
-        )
 
 
 def _averager_of(part: Any) -> GradientAverager:

@@ -138,7 +138,7 @@ class EveryNth(DistributedSampler[Any]):
         if not self._has_seed:
             self.random = torch.get_rng_state()
         order = order_of(self.dataset, self.seed + self.epoch if self._has_seed else None)
-        self.checksum = _checksum(self.dataset, order)
+        self.checksum = checksum_of_order(self.dataset, order)
         if self.is_empty:
             return iter(order[:1])
         return iter(self._share(order, 0))
@@ -155,7 +155,8 @@ class EveryNth(DistributedSampler[Any]):
         return len(range(0 if self.pads else self.rank, count, self.num_replicas))
 
 
-def _checksum(sampler: Any, order: list[Any]) -> int:
+def checksum_of_order(sampler: Any, order: list[Any]) -> int:
+    """What tells the order that a sampler has drawn from others; 0 for the samplers that torch's loaders make."""
     return 0 if type(sampler) in (SequentialSampler, RandomSampler) else zlib.crc32(repr(order).encode()) >> 1
 
 
@@ -351,7 +352,7 @@ def resumed(loader: Any, position: Mapping[str, Any], ranks: int) -> Resumption:
 def _divided(loader: DataLoader[Any], division: Division, position: Mapping[str, Any]) -> Resumption:
     own, consumed, problem = division.sampler, position["consumed"], ""
     order = order_of(division.whole, position["drawn_by"])
-    own.checksum = _checksum(division.whole, order)
+    own.checksum = checksum_of_order(division.whole, order)
     if len(order) != position["length"] or own.checksum != position["checksum"]:
         problem = (
             f"{_kind_of(loader)} draws {len(order)} samples or batches in another order than the {position['length']} "

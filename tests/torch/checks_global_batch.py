@@ -18,7 +18,7 @@ import ring_plugins as ring
 from ring_plugins.core.world import current
 from ring_plugins.launcher.growth import request_ranks
 from ring_plugins.torch import DistributedOptimizer, GlobalBatches, TrainingState, broadcast_parameters
-from ring_plugins.torch.global_batch import job_order
+from ring_plugins.torch.step_plan import job_order
 from tests.joiners import wait_for_joiners
 from tests.mortal import end_at
 from tests.worker import report

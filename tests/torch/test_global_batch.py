@@ -1,19 +1,17 @@
 """Steps with the same samples on any number of ranks: weights are those of a plain loop in one process."""
 
 import copy
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.torch import DistributedOptimizer, ElasticSampler, GlobalBatches
-from ring_plugins.torch.global_batch import _numbers, _Plan, job_order
 from tests.launch import run_ranks
 from tests.torch.checks_global_batch import BATCH, EPOCHS, GLOBAL, Model, alone, dataset, loss_of
 
@@ -25,24 +23,6 @@ def job():
     ring.init(ranks=1)
     yield
     ring.shutdown()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize("end", [16, 13, 3])
-def test_each_sample_of_a_step_is_computed_by_one_rank_whatever_their_number(size, end):
-    by_rank = [_numbers(rank, size, 32, 32 + end, 4) for rank in range(size)]
-    assert sorted(itertools.chain(*by_rank)) == list(range(32, 32 + end, 4))
-    counts = [len(numbers) for numbers in by_rank]
-    assert max(counts) - min(counts) <= 1
-    assert all(number + 4 <= 32 + end for numbers in by_rank for number in numbers[1:])  # a smaller one comes first
-    order = list(range(100, 100 + 32 + end))
-    divided = []
-    for rank in range(size):
-        plan = _Plan()
-        plan.divide(order, 4, 16, rank, size, 16)
-        assert len(plan) == len(list(plan))
-        divided += itertools.chain(*plan)
-    assert sorted(divided) == order[16:]
 
 
 def train(model, loader, exact, epochs=EPOCHS, stop=None, state=None, **options):
@@ -97,26 +77,6 @@ def test_a_batch_that_does_not_need_all_parameters_clears_no_gradients(job):
         for one, x in zip((1, 0), step, strict=True):
             models[one](x).mean().backward()
     assert [p.grad.item() for p in models.parameters()] == [0.5, 0.5]
-
-
-def test_the_order_is_the_samplers_and_that_of_every_process():
-    data, weights = dataset(), torch.rand(70)
-    orders = []
-    for seed in (1, 2):  # of two processes
-        torch.manual_seed(seed)
-        loaders = [
-            DataLoader(data, 4, shuffle=True),
-            DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(seed)),
-            DataLoader(data, 4, sampler=WeightedRandomSampler(weights, 50)),
-            DataLoader(data, 4, sampler=range(9, 0, -1)),
-        ]
-        before = torch.get_rng_state()
-        orders.append([[job_order(loader.sampler, 0, epoch) for epoch in range(2)] for loader in loaders])
-        assert torch.equal(torch.get_rng_state(), before)
-    assert orders[0] == orders[1]
-    shuffled, generated, weighted, own = orders[0]
-    assert shuffled[0] != shuffled[1] and sorted(shuffled[0]) == sorted(generated[0]) == list(range(70))
-    assert len(weighted[0]) == 50 and own == [list(range(9, 0, -1))] * 2
 
 
 class Numbers(IterableDataset):
