@@ -6,10 +6,10 @@ import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch.nn import Module
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from typing_extensions import override
 
 from ring_plugins.core.arrays.codec import CodecName
@@ -22,11 +22,14 @@ from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.shares import with_every_nth
 from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
 from ring_plugins.torch.broadcast import broadcast_parameters
+from ring_plugins.torch.global_batch import GlobalBatches
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.join import join
 from ring_plugins.torch.order import is_permutation
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
+
+T = TypeVar("T")
 
 
 class RingFabricLogic(RingParallelLogic):
@@ -116,6 +119,35 @@ class RingFabricLogic(RingParallelLogic):
             return GradientAverager(own, **self._averager_arguments).skip_step_on(*exceptions)
         return self.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
 
+    def global_batches(
+        self, loader: DataLoader[T], *modules: Module, global_batch_size: int, exact: bool = False, seed: int = 0
+    ) -> GlobalBatches[T]:
+        """Steps that have the same samples on any number of ranks.
+
+            steps = fabric.strategy.global_batches(loader, model, global_batch_size=64)
+            for epoch in range(10):
+                for step in steps:
+                    for batch in step:
+                        fabric.backward(loss(model, fabric.to_device(batch)))
+                    optimizer.step()
+
+        Args:
+            loader: Of the whole job's samples: ``setup_dataloaders`` would divide them.
+            modules: What ``fabric.setup`` returned: all whose gradients a step computes.
+            global_batch_size, exact, seed: See `ring_plugins.torch.GlobalBatches`.
+
+        Raises:
+            ArgumentError: A module has not been set up, or the loader cannot be divided.
+        """
+        averagers = [self._averager_in(one, "global_batches") for one in modules]
+        own = getattr(loader, "_dataloader", loader)  # Fabric's wrapper of a loader that it has not divided
+        return GlobalBatches(own, *averagers, global_batch_size=global_batch_size, exact=exact, seed=seed)
+
+    def _averager_in(self, module: Module, caller: str) -> GradientAverager:
+        """The averager of what ``fabric.setup`` returned (Fabric 2.6.6, fabric/wrappers.py:119); new on one rank."""
+        own: Module = getattr(module, "_forward_module", module)
+        return GradientAverager(own) if self.world_size == 1 else self.averager_of(own, caller)
+
     def join(self, *parts: Any, batch_size: int = 1, passes: int = 1) -> join:
         """Let ranks with different numbers of batches train to the end of the longest.
 
@@ -135,9 +167,7 @@ class RingFabricLogic(RingParallelLogic):
             if not isinstance(part, Module):
                 followed.append(getattr(part, "optimizer", part) if hasattr(part, "param_groups") else part)
                 continue
-            own = getattr(part, "_forward_module", part)
-            is_alone = self.world_size == 1
-            followed.append(GradientAverager(own) if is_alone else self.averager_of(own, "join"))
+            followed.append(self._averager_in(part, "join"))
         return join(*followed, batch_size=batch_size, passes=passes)
 
     @override

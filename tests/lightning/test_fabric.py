@@ -253,3 +253,45 @@ def test_loaders_keep_their_order_and_loops_go_on_in_mid_epoch_and_to_the_end_of
     assert sorted(number for share in weighted for batch in share for number in batch) == list(range(10))
     assert result.values("resumed") == [True, True]
     assert result.values("joined") == [True, True]
+
+
+STEADY = """
+import os
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.fabric import Fabric
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.lightning import RingFabricStrategy
+from tests.worker import report
+
+size = int(os.environ["TEST_RANKS"])
+fabric = Fabric(accelerator="cpu", devices=size, strategy=RingFabricStrategy())
+fabric.launch()
+torch.manual_seed(3)
+network = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), 0.1))
+data = TensorDataset(torch.randn(30, 4))
+loader = DataLoader(data, 4, shuffle=True)
+steps = fabric.strategy.global_batches(loader, model, global_batch_size=12, exact=True)
+for epoch in range(2):
+    for step in steps:
+        for (x,) in step:
+            fabric.backward(model(x).square().mean())
+        optimizer.step()
+report("weights", torch.cat([one.detach().flatten() for one in network.parameters()]))
+if size > 1:
+    for given in (fabric.setup_dataloaders(loader), loader):
+        try:
+            fabric.strategy.global_batches(given, network if given is loader else model, global_batch_size=10)
+        except ArgumentError as error:
+            report(type(given).__name__, str(error))
+"""
+
+
+@pytest.mark.slow
+def test_steps_of_a_global_batch_train_to_the_same_bits_on_any_number_of_ranks() -> None:
+    results = [run_ranks(STEADY, size, timeout=120) for size in (1, 2, 3)]
+    weights = [found for result in results for found in result.values("weights")]
+    assert len(weights) == 6 and all(found == weights[0] for found in weights)
+    assert all("has a DistributedSampler, which divides" in text for text in results[1].values("_FabricDataLoader"))
+    assert all("is no multiple of the loader's batch_size=4" in text for text in results[1].values("DataLoader"))
