@@ -13,6 +13,7 @@ from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
 from ring_plugins.core.groups import Group
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.averaging import BUCKET_BYTES, averagings_of
+from ring_plugins.keras.backup import Backups
 from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.learning_rate import warn_of_steps
@@ -145,6 +146,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._writers: list[HeldWriter] = []
         self._fit: SynchronizedFit | None = None  # the last one; None if there is one rank
         self._epoch: int | None = None
+        self.backups = Backups(self, [])
 
     #: Tells `expect_broadcast` and `watch_fit` not to add callbacks that compare weights, and that tell other ranks of
     #: an exception that ends `fit`.
@@ -170,6 +172,9 @@ class BroadcastCallback(keras.callbacks.Callback):
                 connect().recovers,
                 saves_together,
             )
+        self.backups = Backups(self, [] if callbacks is None else callbacks.callbacks)
+        if callbacks is not None and self.backups.exist:  # those that save a state come behind all that change it
+            callbacks.callbacks = self.backups.at_the_end(callbacks.callbacks)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._epoch = self._fit = None
@@ -181,6 +186,8 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._fit = SynchronizedFit(self, self._root, self._writers, self._saves_weights)
             self._fit.begin(call_when_over(self, self._fit.abandon))
             self._epoch = self._fit.joined_after
+        else:
+            self.backups.begin(self.backups.loaded, self.backups.exist)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.begin_data(epoch)
@@ -193,10 +200,13 @@ class BroadcastCallback(keras.callbacks.Callback):
             continue_at(epoch, argument_of_fit("x"))
             warn_of_steps(self.model, epoch, (self.params or {}).get("steps"))
         self._epoch = epoch
+        self.backups.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._fit is not None:
             self._fit.end_batch(batch, self._epoch or 0)
+        else:
+            self.backups.end_batch_alone(self._epoch or 0, batch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._epoch is not None:
@@ -211,10 +221,13 @@ class BroadcastCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._fit is not None:
             self._fit.end_epoch(epoch)
+        else:
+            self.backups.end_epoch_alone()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._fit is not None:
             self._fit.end()
+        self.backups.undo()
 
 
 class _First(keras.callbacks.Callback):
@@ -229,3 +242,5 @@ class _First(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last.synchronize_state()
+        if self._last._fit is not None:
+            self._last._fit.note_random_state()

@@ -100,7 +100,7 @@ def share_state(
     values: list[Array] = []
 
     def own() -> tuple[None, Any]:
-        states = {name: _state_of(callback) for name, callback in _named(callbacks)}
+        states = {name: state_of(callback) for name, callback in named(callbacks)}
         return None, (told, states, places_in_orders(), current().shard[0])
 
     def send(_: None, root: Callable[[], int]) -> None:
@@ -118,13 +118,13 @@ def share_state(
     for variable, value in zip(seeds, values[len(variables) :], strict=True):
         value.reshape(-1)[0] += (own_slot - slot) % slots * SEED_STRIDE
         variable.assign(value)
-    for name, callback in _named(callbacks):
-        _load_state(callback, states.get(name))
+    for name, callback in named(callbacks):
+        load_state(callback, states.get(name))
     go_on_in_orders(places)
     return result
 
 
-def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Each with its class and a number: a script may give some callbacks to one rank only."""
     counts = Counter[str]()
     for given in callbacks:
@@ -134,7 +134,8 @@ def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         yield f"{kind} {counts[kind]}", callback
 
 
-def _state_of(callback: Any) -> Any:
+def state_of(callback: Any) -> Any:
+    """What a callback knows of the training, None if nobody can tell."""
     if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
         return callback.state_dict()
     if not _is_of_keras(callback):
@@ -144,7 +145,8 @@ def _state_of(callback: Any) -> Any:
     return {name: value for name, value in plain.items() if not isinstance(value, str)}  # which is where to write
 
 
-def _load_state(callback: Any, state: Any) -> None:
+def load_state(callback: Any, state: Any) -> None:
+    """Let a callback know that, too."""
     if state is None:
         return
     if hasattr(callback, "load_state_dict"):

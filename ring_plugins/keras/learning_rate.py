@@ -58,6 +58,7 @@ class _RateCallback(keras.callbacks.Callback):
         self._epoch = 0
         self._size = 0  # ranks of the job when the rate was last computed
         self._started = self._is_restored = False
+        self._is_first = False  # batch of this fit, which may be in the middle of an epoch
         self._over: weakref.finalize[..., Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class _RateCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
         if not self._started:
-            self._started = True
+            self._started = self._is_first = True
             self._start(self._optimizer)
 
     def _start(self, optimizer: Any) -> None:
@@ -166,11 +167,11 @@ class _RateCallback(keras.callbacks.Callback):
         if batch == 0 and self._rate is not None:
             self._rate.follow(self._optimizer)
         before, (_, self._size) = self._size, self._ranks()
-        is_due = False
+        is_due, self._is_first = self._is_first and batch > 0, False
+        if self._scheduled is not None and (is_due or before != self._size):
+            self._multiply(batch)
         if before != self._size:
-            if self._scheduled is not None:
-                self._multiply(batch)
-            is_due = self._follow_losses(before)
+            is_due |= self._follow_losses(before)
         if self._rate is None or not (self._sets_at(batch) or is_due):
             return
         multiplier = self._multiplier(self._epoch + (batch / self._steps() if batch else 0.0))

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import FrameType
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Attribute of every tf.data.Dataset that `shard_dataset` has returned.
 _MARK = "_ring_is_divided"
+#: Attribute of those whose parts may differ in length.
+_KEPT = "_ring_is_kept"
 #: Attribute of one from which this rank gets nothing.
 _EMPTY = "_ring_is_empty"
 #: Generators from which this rank got nothing.
@@ -106,6 +108,8 @@ def shard(
             divided = data.take(1)
             setattr(divided, _EMPTY, True)
         setattr(divided, _MARK, True)
+        if remainder == "keep":
+            setattr(divided, _KEPT, True)
         return divided
     if _is_from(data, "torch", "DataLoader"):
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
@@ -145,9 +149,16 @@ def _holds_mark(data: Any, mark: str = _MARK) -> bool:
     return hasattr(data, mark) or any(_holds_mark(part, mark) for part in data._inputs())
 
 
+def has_equal_parts(data: Any) -> bool:
+    """Whether `shard` has divided a stream of unknown length so that all ranks get equally much of it."""
+    if inspect.isgenerator(data) and data.gi_code is shard_iterable.__code__:
+        return data.gi_frame is None or not data.gi_frame.f_locals["keeps"]
+    return _holds_mark(data) and not _holds_mark(data, _KEPT)
+
+
 def is_empty(data: Any) -> bool:
     """Whether there was nothing for this rank in what `shard` has divided, so that what it reads is not to count."""
-    order = _order_of(data)
+    order = order_of(data)
     return (
         (order is not None and order.is_empty)
         or _holds_mark(data, _EMPTY)
@@ -165,7 +176,7 @@ def continue_at(epoch: int, data: Any) -> None:
         epoch: the first epoch of this fit, from 0.
         data: what `fit` trains on. Data that a later `fit` begins with epoch 0 again goes on instead: new orders.
     """
-    order = _order_of(data)
+    order = order_of(data)
     if order is not None and (epoch or order.epoch <= _NEW):
         order.begin(epoch)
     for other in list(_orders.values()) if epoch else ():
@@ -175,12 +186,13 @@ def continue_at(epoch: int, data: Any) -> None:
 
 def begin_epoch(data: Any, epoch: int) -> None:
     """Let data begin with the order of this epoch, if `shard` has returned it."""
-    order = _order_of(data)
+    order = order_of(data)
     if order is not None:
         order.begin(epoch)
 
 
-def _order_of(data: Any) -> Order | None:
+def order_of(data: Any) -> Order | None:
+    """What `shard` divides data by; None if it has not divided it, or it is a stream."""
     order = getattr(data, "_order", None) or getattr(data, "sampler", None)
     return order if isinstance(order, Order) else None
 
@@ -272,27 +284,27 @@ class Order:
     ) -> None:
         if not _is_integer(per_rank) or per_rank < 1:
             raise ArgumentError(f"batch_size={per_rank!r} is not a positive number.")
-        together = per_rank * size
-        self.steps = count // together if remainder == "drop" else -(-count // together)
+        self._count, self._per_rank, self._rank, self._size = count, per_rank, rank, size
+        self.is_shuffled, self._seed, self._remainder = shuffle, seed, remainder
+        self._is_used = False
+        self.set_epoch(0)
         if self.steps == 0:
             raise ArgumentError(
                 f"data has {count} elements, too few for {size} ranks that take {per_rank} each in a step; use a "
                 'smaller batch_size, or remainder="pad".'
             )
-        self._count, self._per_rank, self._rank, self._size = count, per_rank, rank, size
-        self.is_shuffled, self._seed, self._remainder = shuffle, seed, remainder
-        self._is_used = False
-        self.set_epoch(0)
         _orders[next(_numbers)] = self
 
-    def set_epoch(self, epoch: int) -> None:
-        """Compute the order of an epoch."""
-        self.epoch = epoch
-        order = np.arange(self._count)
+    def set_epoch(self, epoch: int, consumed: int = 0) -> None:
+        """Compute the order of an epoch, or what is left of it behind so many items, which all ranks have had."""
+        self.epoch, self.consumed = epoch, consumed
+        whole = np.arange(self._count)
         if self.is_shuffled:
-            np.random.default_rng((self._seed, epoch)).shuffle(order)
+            np.random.default_rng((self._seed, epoch)).shuffle(whole)
+        order, together = whole[consumed:], self._per_rank * self._size
+        self.steps = len(order) // together if self._remainder == "drop" else -(-len(order) // together)
         if self._remainder == "pad":
-            order = np.resize(order, self.steps * self._per_rank * self._size)
+            order = np.append(order, np.resize(whole, self.steps * together - len(order)))
         self._order = order
 
     def begin(self, epoch: int) -> None:
@@ -317,6 +329,26 @@ class Order:
                 break
             caller = caller.f_back
         self.set_epoch(self.epoch + 1)
+
+    def behind(self, steps: int, is_over: bool = False) -> dict[str, int]:
+        """Where all ranks are behind so many steps of this iteration, for `resume`.
+
+        Args:
+            is_over: whether the order ends there; without steps, whether it has ended before.
+        """
+        consumed = min(self.consumed + steps * self._per_rank * self._size, self._count)
+        epoch, consumed = (self.epoch + (steps > 0 or self._is_used), 0) if is_over else (self.epoch, consumed)
+        return {"count": self._count, "seed": self._seed, "epoch": epoch, "consumed": consumed}
+
+    def resume(self, place: Mapping[str, int]) -> bool:
+        """Let the next iteration begin there, with as many ranks as there are now; returns whether the data is that."""
+        if (place["count"], place["seed"]) != (self._count, self._seed):
+            return False
+        self._is_used = False
+        self.set_epoch(place["epoch"], place["consumed"])
+        if self.steps == 0:
+            self.set_epoch(place["epoch"] + 1)
+        return True
 
     @property
     def place(self) -> tuple[tuple[int, int], int, bool]:
@@ -346,7 +378,13 @@ class Order:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing for this rank, which then takes the first item."""
-        return self._remainder == "keep" and self._count <= self._rank
+        return self._remainder == "keep" and len(self._order) <= self._rank
+
+    @property
+    def last_size(self) -> int | None:
+        """How many items this rank takes in its last step, None if these are a full batch."""
+        found = len(self.step(self.own_steps - 1))
+        return found if found < self._per_rank else None
 
     @property
     def own_steps(self) -> int:
@@ -508,19 +546,28 @@ def shard_dataset(
     return dataset.window(size, drop_remainder=True).flat_map(own)
 
 
-def _check_shuffles(dataset: Any, ranks: Communicator[Any]) -> None:
-    """Check that a dataset was shuffled in the same order on all ranks. Collective.
+#: TensorFlow's value for `seed=None`.
+UNSEEDED = (0, 0)
 
-    Otherwise samples would be lost or duplicated silently.
-    """
-    seeds: list[tuple[int, int]] = []
-    pending = [dataset]
+
+def seeds_of_shuffles(dataset: Any) -> list[tuple[int, int]]:
+    """By which seeds a tf.data.Dataset is shuffled, maybe several times; none for any other data."""
+    seeds, pending = list[tuple[int, int]](), [dataset] if _is_from(dataset, "tensorflow", "DatasetV2") else []
     while pending:
         part = pending.pop()
         pending.extend(part._inputs())
         if type(part).__name__ == "_ShuffleDataset":  # TensorFlow 2.21, data/ops/shuffle_op.py
             seeds.append((int(part._seed), int(part._seed2)))
-    if (0, 0) in seeds:  # TensorFlow's value for seed=None
+    return seeds
+
+
+def _check_shuffles(dataset: Any, ranks: Communicator[Any]) -> None:
+    """Check that a dataset was shuffled in the same order on all ranks. Collective.
+
+    Otherwise samples would be lost or duplicated silently.
+    """
+    seeds = seeds_of_shuffles(dataset)
+    if UNSEEDED in seeds:
         raise ArgumentError(
             "data was shuffled without a seed, in a different order on each rank; pass seed to Dataset.shuffle and "
             "Dataset.list_files, or pass shuffle to shard()."

@@ -27,6 +27,7 @@ from ring_plugins.keras.averaging import (
     make_train_function,
 )
 from ring_plugins.keras.backends import backend
+from ring_plugins.keras.backup import own_state
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, options_of, rates_of
 from ring_plugins.keras.job import connect
@@ -41,7 +42,7 @@ from ring_plugins.keras.state import (
     weight_checksums,
 )
 from ring_plugins.keras.uneven import UnevenData
-from ring_plugins.keras.validation import FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
+from ring_plugins.keras.validation import CHANGE, FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
 from ring_plugins.observe.consistency import check_equal_after_losses, is_check_wanted, is_compared_after
 
@@ -70,7 +71,7 @@ class SynchronizedFit:
     def __init__(self, callback: Any, root: Root, writers: Sequence[HeldWriter], saves_weights: bool) -> None:
         self._callback, self._root, self._writers, self._saves_weights = callback, root, writers, saves_weights
         self.joined_after: int | None = None
-        self._model = callback._model
+        self._model, self._backups = callback._model, callback.backups
         self._installed: list[GradientAveraging] = []
         self._batch_norm: SynchronizedBatchNorm | None = None
         self._uneven: UnevenData | None = None
@@ -107,18 +108,23 @@ class SynchronizedFit:
         self._stop = SynchronizedStop(stop, self._take_part_in_saving, self._tell_interrupted, self._checks)
         _running.add(self)
         check_other_parallelism(model)
+        # If the root restored a backup, all ranks continue from there.
+        initial, told = repeated(self._read_by_root)
+        model._initial_epoch = self._first_epoch = initial
+        # A script may give the callbacks that save to one rank only.
+        own = self._saves_weights, self._backups.exist
+        saves, backups = zip(*self._communicator.all_gather_object(own, "fit"), strict=True)
+        self._saves_weights = any(saves)
+        self._backups.begin(told, any(backups))
+        self._stop.follows_signals = any(backups) or self._callback.group is None
         # A rank with more steps would wait forever for the gradients of ranks that have finished.
-        self._uneven = UnevenData(self._callback, self._communicator, self._why_even())
+        self._uneven = UnevenData(self._callback, self._communicator, self._backups.rest.own)
         check_equal(
             (self._callback.params or {}).get("epochs"),
             self._communicator,
             "ranks would take different numbers of epochs",
             "Pass the same epochs to fit() on all ranks.",
         )
-        # If the root restored a backup, all ranks continue from there.
-        model._initial_epoch = self._first_epoch = repeated(self._initial_epoch)
-        # A script may give the callback that saves to one rank only.
-        self._saves_weights = any(self._communicator.all_gather_object(self._saves_weights, "fit"))
         if world.recovers and self._callback.write_on_root_only:
             warn_of_lone_writers(self._writers, self._communicator)
         if any(self._communicator.all_gather_object(backend().is_lazy(model), "fit")):
@@ -138,28 +144,12 @@ class SynchronizedFit:
         if world.is_joining:
             self._join()
 
-    def _why_even(self) -> str:
-        """Why all ranks must have equally many batches; "" if they need not."""
-        if self._callback.uneven == "error":
-            return 'uneven="error" was passed to BroadcastCallback'
-        if not self._callback.average_gradients:
-            return "average_gradients=False leaves each rank to itself"
-        if current().replaces:
-            return 'with on_failure="replace" a process may join, which does not know how many the others have'
-        if any(int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(self._model)):
-            return "an optimizer with gradient_accumulation_steps updates after the same number of batches on all ranks"
-        if self._model.steps_per_execution > 1:
-            return "steps_per_execution is above 1"
-        switch = backend().nccl
-        if switch is not None and switch.get() and backend().has_gpus():
-            return f"{switch.name}=1 averages on GPUs"
-        return ""
-
-    def _initial_epoch(self) -> Any:
-        """The root's first epoch, on all ranks."""
+    def _read_by_root(self) -> Any:
+        """The root's first epoch and the backup that it has read, on all ranks."""
         self._settle_writers()  # one of them may restore a backup
         root = self._root.rank_in(self._communicator)
-        return self._communicator.broadcast_object(self._model._initial_epoch, root, purpose="initial_epoch")
+        own = self._model._initial_epoch, self._backups.loaded
+        return self._communicator.broadcast_object(own, root, purpose="initial_epoch")
 
     def _start(self) -> None:
         """Broadcast the root's state and install the averaging."""
@@ -249,6 +239,7 @@ class SynchronizedFit:
         self._passes_before = self._passes() - received["passes"]
         self._checks.weights.has_told = received["has_told"]  # all compare weights at the end of fit, or none
         self._first_epoch, self._model._initial_epoch = received["first_epoch"], received["epoch"] + 1
+        self._backups.begin(None, self._backups.exist)
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
         """Give those that have joined this rank's state, and what it knows of this `fit`; returns that on them."""
@@ -312,9 +303,26 @@ class SynchronizedFit:
         elif not every and is_compared_after(updates) and is_compared:
             look(f"after step {batch + 1} of epoch {epoch + 1}")
         assert self._uneven is not None
-        wants_change = self._stop.after_step(self._model, batch, self._uneven.has_more)
+        self._backups.after_step()
+        wish = self._stop.after_step(self._model, batch, self._uneven.has_more, self._backups.is_due)
         self._uneven.others_have = self._stop.others_have_more
-        self._after_exchange(wants_change)
+        self._after_exchange(wish == CHANGE)
+        if wish or current().elastic.is_ending:
+            self._back_up(batch, epoch)
+
+    def _back_up(self, batch: int, epoch: int) -> None:
+        """Save behind a step, and leave if the job is to end; behind the last step, when the epoch is over."""
+        assert self._uneven is not None
+        is_ending, has_more = current().elastic.is_ending, self._uneven.may_go_on(batch, self._uneven.others_have)
+        if not self._backups.exist:
+            self._model.stop_training |= is_ending and self._stop.follows_signals
+        elif has_more or not is_ending:
+            states = self._communicator.all_gather_object(own_state(self.model), "backup")
+            self._backups.save(epoch, batch, has_more, states)
+            # Nobody goes on before the root has written; in saving a sharded optimizer, all take part.
+            self._after_exchange(self._stop.after_step(self._model, batch, self._uneven.has_more) == CHANGE)
+            if is_ending:
+                self._backups.leave()
 
     def synchronize_state(self) -> None:
         """Average moving statistics and accumulators, once per epoch, before validation and saving."""
@@ -331,6 +339,11 @@ class SynchronizedFit:
             variables += averaging.accumulators()
         average_variables(variables, self._communicator)
 
+    def note_random_state(self) -> None:
+        """Tell the rank that saves at the end of an epoch the others' random numbers. Collective."""
+        if self._is_running and self._backups.exist and (own := backend().random_state()) is not None:
+            self._backups.random = self._communicator.all_gather_object(own, "backup")
+
     def end_epoch(self, epoch: int) -> None:
         if not self._is_running:
             return
@@ -342,6 +355,10 @@ class SynchronizedFit:
             if joined:
                 self._share_state(epoch, joined)
                 self._after_joining()
+        if current().elastic.is_ending and self._backups.exist:
+            self._backups.save_epoch()
+            self._after_exchange(self._stop.after_epoch(self._model))
+            self._backups.leave()
 
     def end(self) -> None:
         if not self._is_running:

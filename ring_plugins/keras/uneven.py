@@ -29,16 +29,17 @@ from typing import Any
 import keras
 import numpy as np
 
-from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.errors import MismatchError, name_ranks
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, make_train_function
 from ring_plugins.keras.backends import BatchShare, backend
 from ring_plugins.keras.batch_norm import synchronizes, uncounted
 from ring_plugins.keras.consistency import all_equal, by_rank
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.running_fit import argument_of_fit, enclosing_list
-from ring_plugins.keras.shard import is_empty
-from ring_plugins.keras.state import value_of
+from ring_plugins.keras.shard import has_equal_parts, is_empty, order_of
+from ring_plugins.keras.state import optimizers_of, value_of
 
 _EQUAL = "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch."
 
@@ -49,7 +50,7 @@ class UnevenData:
     Args:
         callback: the `BroadcastCallback` whose `on_train_begin` is running.
         communicator: of the ranks.
-        hindrance: why ranks cannot be joined here; "" if they can.
+        left: how many batches this rank has in an epoch that goes on in its middle, None if it begins with its first.
 
     Attributes:
         others_have: whether any rank has, as of the last exchange.
@@ -59,28 +60,36 @@ class UnevenData:
         MismatchError: the numbers differ, and ranks cannot be joined.
     """
 
-    def __init__(self, callback: Any, communicator: Communicator[Any], hindrance: str) -> None:
+    def __init__(self, callback: Any, communicator: Communicator[Any], hindrance: str, left: int | None = None) -> None:
         self._model, self.is_filling, self.others_have = callback._model, False, False
         self._iterator, self._done = argument_of_fit("epoch_iterator"), 0
         self._patches, self._ahead = list[Patch](), _Ahead(iter(()))
         self._filler: Any = None
         self._limit = float("inf")  # of steps in this epoch
-        own, size, count = (callback.params or {}).get("steps"), None, None
-        self._is_empty = is_empty(argument_of_fit("x"))
+        self._params = callback.params
+        own, size, count, hindrance = (callback.params or {}).get("steps"), None, None, _why_even(callback)
+        self._data, self._has_had_all = argument_of_fit("x"), left == 0
+        self._is_empty = is_empty(self._data)
         if self._iterator is None:
             hindrance = hindrance or "a CallbackList of the script's own keeps fit() from being found"
         else:
             adapter = self._iterator.data_adapter
-            size, count = _batch_size(adapter, argument_of_fit("x")), _number_of_batches(adapter)
+            size, count = _batch_size(adapter, self._data), _number_of_batches(adapter)
             own, count = (0, 0) if self._is_empty else (own, count)
-        told = communicator.all_gather_object((own, size, count, hindrance), "steps per epoch")
-        steps, sizes, counts, why = zip(*told, strict=True)
-        self._is_uneven = not any(why) and (not all_equal(steps) or not all_equal(counts) or None in counts)
-        if not all_equal(steps) and any(why):
+        last = None if self._iterator is None else _last_size(self._iterator.data_adapter, self._data)
+        is_known = own is not None or self._iterator is None or has_equal_parts(self._data)
+        told = communicator.all_gather_object((own, size, count, hindrance, left, last, is_known), "steps per epoch")
+        steps, sizes, counts, why, rests, lasts, known = zip(*told, strict=True)
+        differ = not all_equal(steps) or not all_equal(rests)
+        self._is_uneven = not any(why) and (differ or not all_equal(counts) or None in counts)
+        if differ and any(why):
+            numbers, of = (steps, "per epoch") if all_equal(rests) else (rests, "in the rest of the epoch")
             raise MismatchError(
-                f"ranks would take different numbers of steps per epoch ({by_rank(steps, communicator.ranks)}), and "
+                f"ranks would take different numbers of steps {of} ({by_rank(numbers, communicator.ranks)}), and "
                 f"{next(filter(None, why))}. {_EQUAL}"
             )
+        if any(why) and callback.uneven == "join" and callback.average_gradients:
+            _check_even(next(filter(None, why)), known, lasts, communicator.ranks)
         self.full = None if any(why) else 1 if None in sizes else max(sizes)
         self._counts_samples = None not in sizes
         if self._is_uneven:
@@ -91,6 +100,11 @@ class UnevenData:
             callbacks = enclosing_list(callback)
             for one in [] if callbacks is None else callbacks.callbacks:
                 one.set_params(callback.params)
+
+    def may_go_on(self, batch: int, others_have: bool) -> bool:
+        """Whether this epoch has steps behind this one, on any rank."""
+        steps = (self._params or {}).get("steps")
+        return others_have if self._is_uneven else steps is None or batch + 1 < steps
 
     @property
     def has_more(self) -> bool:
@@ -150,6 +164,8 @@ class UnevenData:
         """The steps of an epoch on this rank, and behind them those of ranks that have more batches."""
         iterator, self._done = self._iterator, 0
         self._limit = iterator.steps_per_epoch or iterator._num_batches or float("inf")
+        self._is_empty = self._has_had_all or is_empty(self._data)
+        self._has_had_all = False
         if self._is_empty:  # what it has instead does not count
             self._limit = 0
         for step, end, source in self._keras_steps():
@@ -291,6 +307,54 @@ def _batch_size(adapter: Any, data: Any) -> int | None:
         pending.extend(part._inputs() if hasattr(part, "_inputs") else ())
         size = getattr(part, "_batch_size", None)
     return None if size is None else int(size)
+
+
+def _why_even(callback: Any) -> str:
+    """Why all ranks must have equally many batches; "" if they need not."""
+    if callback.uneven == "error":
+        return 'uneven="error" was passed to BroadcastCallback'
+    if not callback.average_gradients:
+        return "average_gradients=False leaves each rank to itself"
+    if current().replaces:
+        return 'with on_failure="replace" a process may join, which does not know how many the others have'
+    for one in optimizers_of(callback._model):
+        if (passes := int(getattr(one, "gradient_accumulation_steps", None) or 1)) > 1:
+            return f"gradient_accumulation_steps={passes} updates after as many batches of equal size on all ranks"
+    if (steps := callback._model.steps_per_execution) > 1:
+        return f"steps_per_execution={steps} makes steps in which no rank can run out of data"
+    switch = backend().nccl
+    if switch is not None and switch.get() and backend().has_gpus():
+        return f"{switch.name}=1 averages on GPUs"
+    return ""
+
+
+def _check_even(why: str, known: Sequence[bool], lasts: Sequence[int | None], ranks: Sequence[int]) -> None:
+    """Check that ranks have equally many batches of equal sizes, as far as that can be known before the first step.
+
+    Raises:
+        MismatchError: it is not known, or not so.
+    """
+    if unknown := [rank for rank, is_known in zip(ranks, known, strict=True) if not is_known]:
+        raise MismatchError(
+            f"{name_ranks(unknown)}: how many batches x has is not known before the end of an epoch, and {why}. Pass "
+            "steps_per_epoch to fit(), for which every rank has enough batches."
+        )
+    if not all_equal(lasts):
+        raise MismatchError(
+            f"the last batches of an epoch differ in size among ranks ({by_rank(lasts, ranks)}; None is a full one), "
+            f"so samples would not count alike, and {why}. Give every rank the same amount of data, as "
+            "ring_plugins.keras.shard does."
+        )
+
+
+def _last_size(adapter: Any, data: Any) -> int | None:
+    """Samples of the last batch, None if it is a full one, or that is not known."""
+    if (order := order_of(data)) is not None:
+        return order.last_size
+    with contextlib.suppress(NotImplementedError, TypeError, AttributeError):  # of samplers without a length
+        found: int | None = adapter.partial_batch_size
+        return found or None
+    return None
 
 
 def _number_of_batches(adapter: Any) -> float | None:

@@ -94,27 +94,31 @@ class SynchronizedStop:
     ) -> None:
         self._communicator, self._take_part, self._tell, self._checks = communicator, take_part, tell, checks
         self._steps = 0
+        #: Whether the ranks tell each other that the job is to end. Other groups would not know of it.
+        self.follows_signals = False
         #: Whether a rank has another batch in this epoch, as the last step's exchange has told.
         self.others_have_more = False
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
 
-    def after_step(self, model: Any, batch: int, has_more: bool = False) -> bool:
+    def after_step(self, model: Any, batch: int, has_more: bool = False, backup_is_due: bool = False) -> int:
         """Set `model.stop_training` on all ranks if any rank has set it. Collective.
 
         Args:
             model: that is trained.
             batch: its number in this epoch, from 0.
             has_more: whether this rank has another one, if ranks may have different numbers.
+            backup_is_due: whether this rank is to save the state of all ranks.
 
         Returns:
-            Whether any rank was told to leave, or sees others that wait to join.
+            `CHANGE` if any rank was told to leave, or sees others that wait to join, else `BACKUP` if one is due on
+            any; 0 if neither.
 
         Raises:
             MismatchError, DriftError: another rank has ended its epoch, or the checks say so.
         """
         self._steps = batch + 1
-        return self._exchange(model, self._STEP, has_more)
+        return self._exchange(model, self._STEP, has_more, backup_is_due)
 
     def after_epoch(self, model: Any) -> bool:
         """Do the same at the end of an epoch. Collective.
@@ -122,7 +126,7 @@ class SynchronizedStop:
         Raises:
             MismatchError, DriftError: another rank has not ended its epoch, or the checks say so.
         """
-        wants_change = self._exchange(model, self._EPOCH)
+        wants_change = self._exchange(model, self._EPOCH) == CHANGE
         self._steps = 0
         return wants_change
 
@@ -141,16 +145,17 @@ class SynchronizedStop:
         found: list[int] = array.tolist()
         return found
 
-    def _exchange(self, model: Any, point: int, has_more: bool = False) -> bool:
+    def _exchange(self, model: Any, point: int, has_more: bool = False, backup_is_due: bool = False) -> int:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
         world, number = current(), self._checks.number()
-        wants_change = int(world.recovers and world.elastic.wants_change)  # else only `preempted` asks, among all ranks
-        flags = [int(model.stop_training), point, -point, wants_change, 0, int(has_more), number, -number]
+        follows = world.recovers or self.follows_signals  # else only `preempted` asks, among all ranks
+        wish = CHANGE if follows and world.elastic.wants_change else BACKUP * backup_is_due
+        flags = [int(model.stop_training), point, -point, wish, 0, int(has_more), number, -number]
         where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
         with self._same_step(where):
             while (found := self._reduced(flags))[4]:
                 self._take_part(found[4])
-            stop, largest, negated_smallest, wants_change, _, more, *numbers = found
+            stop, largest, negated_smallest, wish, _, more, *numbers = found
             if largest != -negated_smallest:
                 raise self._unequal(where)
         self._checks.note_compared()
@@ -159,7 +164,7 @@ class SynchronizedStop:
             self._checks.say(self._communicator)
         if stop:
             model.stop_training = True
-        return bool(wants_change)
+        return wish
 
     def watch_steps(self, model: Any) -> None:
         """Let the train function raise as `after_step` does, in a step that another rank does not take."""
@@ -201,6 +206,8 @@ class SynchronizedStop:
         return error
 
 
+#: What a rank may wish behind a step. The larger one is heard first, the other one in the next step.
+BACKUP, CHANGE = 1, 2
 #: Names of communicators of which all operations stand between steps, and the beginnings of those in steps.
 STOP, FIT = "stop", "fit"
 _IN_STEPS = ("gradients", "sharded updates", "batch normalization")

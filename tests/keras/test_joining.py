@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from ring_plugins.keras.joining import _load_state, _named, _state_of, kind_of_state, place_of_fit
+from ring_plugins.keras.joining import kind_of_state, load_state, named, place_of_fit, state_of
 from ring_plugins.keras.writers import HeldWriter
 
 
@@ -11,7 +11,7 @@ def test_a_callback_of_keras_goes_on_with_numbers_and_keeps_what_the_script_gave
     other = keras.callbacks.EarlyStopping(monitor="loss", patience=3)
     vars(other).update(wait=2, best=0.5, best_epoch=7, best_weights=[np.ones(2)])
     own = keras.callbacks.EarlyStopping(monitor="accuracy", patience=5)
-    _load_state(own, _state_of(other))
+    load_state(own, state_of(other))
     assert (own.wait, own.best, own.best_epoch) == (2, 0.5, 7) and np.array_equal(own.best_weights[0], np.ones(2))
     assert (own.monitor, own.patience) == ("accuracy", 5)
 
@@ -31,17 +31,17 @@ def test_a_callback_of_the_script_takes_part_if_it_has_a_state_dict():
 
     other, own = Counts(), Counts()
     other.count = 4
-    _load_state(own, _state_of(other))
-    assert own.count == 4 and _state_of(Mute()) is None
-    _load_state(own, None)  # that the other rank has none of this name
+    load_state(own, state_of(other))
+    assert own.count == 4 and state_of(Mute()) is None
+    load_state(own, None)  # that the other rank has none of this name
     assert own.count == 4
 
 
 def test_callbacks_of_a_kind_are_numbered_and_writers_are_the_callbacks_inside():
     writer = keras.callbacks.CSVLogger("log.csv")
     callbacks = [keras.callbacks.Callback(), HeldWriter(writer, lambda: True), keras.callbacks.Callback()]
-    assert [name for name, _ in _named(callbacks)] == ["Callback 1", "CSVLogger 1", "Callback 2"]
-    assert dict(_named(callbacks))["CSVLogger 1"] is writer
+    assert [name for name, _ in named(callbacks)] == ["Callback 1", "CSVLogger 1", "Callback 2"]
+    assert dict(named(callbacks))["CSVLogger 1"] is writer
 
 
 def test_a_place_says_epochs_steps_and_what_kind_of_model():

@@ -57,6 +57,11 @@ names = {
     keras.callbacks.ModelCheckpoint: ["_save_model"], keras.callbacks.BackupAndRestore: ["_load_model", "_save_model"],
     keras.callbacks.TensorBoard: ["_close_writers"], keras.callbacks.ProgbarLogger: ["_maybe_init_progbar"],
 }
+saving = keras.callbacks.BackupAndRestore(tempfile.mkdtemp(), save_freq=3)
+kept = ["_weights_path", "_prev_weights_path", "_training_metadata_path", "_prev_training_metadata_path"]
+seen["a backup"] = [hasattr(saving, name) for name in kept] + [saving._current_epoch, saving._last_batch_seen]
+masks = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5)])
+seen["seeds"] = [tuple(one.state.shape) for layer in masks._flatten_layers() for one in layer._seed_generators]
 seen["methods of callbacks"] = all(callable(getattr(kind, name)) for kind in names for name in names[kind])
 # The methods that a sharded optimizer and the rate replace on an instance are what an update calls, in this order.
 called, replaced = [], keras.optimizers.AdamW(0.1)
@@ -146,6 +151,8 @@ def test_private_names_of_keras_are_what_they_are_taken_for(backend):
         "decays": [True, False],
         "decisions are kept by": True,
         "rate of a step": True,
+        "a backup": [True] * 4 + [0, 0],
+        "seeds": [(2,)],
         "methods of callbacks": True,
         "an update calls": [
             ("_backend_apply_gradients", 2),

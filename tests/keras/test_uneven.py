@@ -71,3 +71,27 @@ def test_samples_are_counted_in_batches_of_any_structure():
         batch_size, _first_batches = None, [(1.0, x, x, x)]
 
     assert _batch_size(Adapter(), iter(())) == 3
+
+
+def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_before_the_first_step():
+    import numpy as np
+
+    from ring_plugins.core.base.errors import MismatchError
+    from ring_plugins.keras.shard import ShardedArrays, has_equal_parts, shard_iterable
+    from ring_plugins.keras.uneven import _check_even, _last_size
+
+    why = "gradient_accumulation_steps=2 updates after as many batches of equal size on all ranks"
+    _check_even(why, [True, True], [None, None], [0, 1])
+    with pytest.raises(MismatchError, match=r"^rank 1: how many batches x has is not known .* and gradient_acc.*=2 "):
+        _check_even(why, [True, False], [None, None], [0, 1])
+    with pytest.raises(MismatchError, match=r"^the last batches of an epoch differ in size .*rank 0: 2, rank 1: None"):
+        _check_even(why, [True, True], [2, None], [0, 1])
+
+    class Adapter:
+        partial_batch_size = 3
+
+    assert _last_size(Adapter(), []) == 3
+    parts = [ShardedArrays(np.zeros(9), 2, rank, 3, False, 0, "keep") for rank in range(3)]
+    assert [_last_size(Adapter(), part) for part in parts] == [1, 1, 1]
+    assert has_equal_parts(shard_iterable([1], 0, 2, False, lambda: None))
+    assert not has_equal_parts(shard_iterable([1], 0, 2, True, lambda: None)) and not has_equal_parts(iter([1]))

@@ -44,7 +44,7 @@ class PreemptionNotice:
     def __init__(self) -> None:
         self.given = self.of_job = self.is_asked = False
         self._pid = os.getpid()
-        self.is_installed = False
+        self.is_installed = self._was_installed = False
 
     def install(self) -> None:
         """Take SIGTERM for a preemption notice from now on, unless the script has another use for it."""
@@ -53,7 +53,7 @@ class PreemptionNotice:
     def ask(self) -> None:
         """Take signals for a notice that the script asks for: SIGTERM, and SIGUSR1 in a job of SLURM."""
         if not self.is_asked:
-            self.is_asked = True
+            self.is_asked, self._was_installed = True, self.is_installed
             self.install()
             if "SLURM_JOB_ID" in os.environ:  # elsewhere it has other uses, such as to print stacks
                 self._take(signal.SIGUSR1)
@@ -73,6 +73,17 @@ class PreemptionNotice:
             self.given = True
         else:
             self.of_job = True
+
+    def withdraw(self) -> None:
+        """Ask no longer: signals do what they did before `ask`, and so does one that has come and was not heeded."""
+        was_installed, given = self._was_installed, self.given or self.of_job
+        if was_installed:
+            self.is_asked = False
+            return
+        self.close()
+        if given and os.getpid() == self._pid:
+            self.given = self.of_job = False
+            os.kill(self._pid, signal.SIGTERM)
 
     def close(self) -> None:
         """Let the signals end this process again."""

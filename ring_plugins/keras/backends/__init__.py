@@ -252,6 +252,13 @@ class Backend:
     def offset_seed(self, communicator: Communicator, root: Root) -> None:
         """Seed the framework's global generator differently on each rank, if layers use it. Collective."""
 
+    def random_state(self) -> Array | None:
+        """The state of the framework's global generator, None if layers do not use it."""
+        return None
+
+    def set_random_state(self, state: Array) -> None:
+        """Give the framework's global generator a state."""
+
 
 @functools.cache
 def backend() -> Backend:

@@ -225,5 +225,11 @@ class TorchBackend(backends.Backend):
         if not root.is_here():
             torch.manual_seed(digest + communicator.ranks[communicator.rank])
 
+    def random_state(self) -> Array | None:
+        return cast("Array", torch.get_rng_state().numpy())
+
+    def set_random_state(self, state: Array) -> None:
+        torch.set_rng_state(torch.from_numpy(state))
+
 
 BACKEND = TorchBackend()

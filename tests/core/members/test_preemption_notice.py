@@ -65,6 +65,29 @@ def test_a_handler_that_the_script_sets_later_stays():
     assert signal.getsignal(signal.SIGTERM) is own
 
 
+def test_signals_do_again_what_they_did_when_nobody_asks_any_longer():
+    notice = PreemptionNotice()
+    notice.install()
+    notice.ask()
+    notice.withdraw()
+    assert notice.is_installed and not notice.is_asked  # in a job that goes on after losses
+    notice.close()
+    notice.ask()
+    notice.withdraw()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not notice.is_installed
+
+
+def test_a_signal_that_was_not_heeded_ends_the_process_when_nobody_asks_any_longer():
+    child = os.fork()
+    if not child:
+        notice = PreemptionNotice()
+        notice.ask()
+        os.kill(os.getpid(), signal.SIGTERM)
+        notice.withdraw()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
 def test_a_thread_installs_nothing():
     notice = PreemptionNotice()
     thread = threading.Thread(target=notice.install)
