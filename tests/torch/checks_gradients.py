@@ -864,7 +864,7 @@ def two_averagers_in_use_on_one_parameter_are_rejected_and_named() -> None:
             use()
         except ring.RingError as error:
             assert all(name in str(error) for name in names), error
-            assert "both average 0.weight and 1 more parameters" in str(error), error
+            assert "both average 0.weight and 1 more parameter " in str(error), error
         else:
             raise AssertionError("two averagers of one parameter were not rejected")
     older.close()
@@ -2053,7 +2053,7 @@ def weights_that_differ_from_some_step_on_are_an_error_on_all_ranks() -> None:
     for change, alone, cause in (
         (noise, False, "A rank has changed its averages or weights in a way of its own"),
         (noise, True, "A rank has changed its averages or weights in a way of its own"),
-        (clip, False, "The gradient of 0.weight and 1 more parameters is each rank's own, since no averager has it"),
+        (clip, False, "The gradient of 0.weight and 1 more parameter is each rank's own, since no averager has it"),
     ):
         step, text = _ends_by(change, averages_alone=alone, begin=freeze_body if change is noise else lambda _: None)
         assert step == 4 and text.startswith("DriftError: after 4 steps the weights of rank"), (step, text)
