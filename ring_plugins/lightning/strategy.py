@@ -269,6 +269,7 @@ class RingTrainerLogic(RingParallelLogic):
         if is_fitting and (self.is_distributed or self._skip_step_on or self._global_batch):
             own = {} if self._local is None else self._local.averager_arguments
             self._averager = GradientAverager(self.lightning_module, **{**self._averager_arguments, **own})
+            self._averager.tells_same_samples = False  # `tell_if_undivided` does
             self._set_up.callback(self._averager.close)
             self._averager.compare_options(partial(_groups_of, self))
             self._shared_step = SharedStep(

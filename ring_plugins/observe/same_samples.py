@@ -24,6 +24,6 @@ def tell_if_same(checksum: int, communicator: Communicator[Any]) -> None:
         _told.append(name_ranks(same))
         logger.warning(
             f"{name_ranks(same)} have the same samples in their first batch, so they compute the same. Divide the "
-            "data, so that each rank reads a part of its own (in Keras by ring_plugins.keras.shard), or shuffle it "
-            "with another seed on each rank."
+            "data, so that each rank reads a part of its own (in PyTorch by a DistributedSampler, in Keras by "
+            "ring_plugins.keras.shard), or shuffle it with another seed on each rank."
         )

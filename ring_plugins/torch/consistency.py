@@ -157,6 +157,15 @@ def _on_device(memory: torch.Tensor) -> torch.Tensor:
     return (memory.view(torch.int16) if even else memory).sum()
 
 
+def samples_checksum(gradients: Iterable[torch.Tensor]) -> int:
+    """What tells the samples from others of which a rank has computed gradients that are not averaged yet.
+
+    Those of which all elements are equal do not count, as zeros: they need not depend on samples.
+    """
+    flat = [one.reshape(-1) for one in gradients]
+    return sum(parameter_checksums(("", one) for one in flat if (one != one[:1]).any())[1])
+
+
 class Weights:
     """The weights that were ever trained by one averager, as far as optimizers have them, and the fixed options.
 

@@ -54,7 +54,7 @@ from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import COUNT, bits_of, differ, listed
 from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
-from ring_plugins.torch.consistency import TorchChecks
+from ring_plugins.torch.consistency import TorchChecks, samples_checksum
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
 from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
 from ring_plugins.torch.sparse import average_mixed, average_sparse
@@ -144,6 +144,7 @@ class GradientBuckets:
         wants_change: the same: whether this one is to leave after it, or sees processes that wait to join.
         replaced: by name, parameters that this rank's script has replaced in a module, which may be its model.
         noted: what else its script has done with parameters, to be compared in this pass; "" as a rule.
+        first: checksum of this rank's own gradients of the first pass; None behind it, and where order was known.
 
     Raises:
         MismatchError: the parameters differ among ranks.
@@ -167,6 +168,7 @@ class GradientBuckets:
         self._checks, self._gathers_sparse = checks or TorchChecks(Claim("")), gathers_sparse
         self._recovers = communicator.recovers  # then buckets stay as they are: no loss may interrupt making others
         self._communicator, self.is_ordered = communicator, order is not None or self._recovers
+        self.first: int | None = None if self.is_ordered else 0
         self.has_others, self.wants_change, self.replaced, self.noted = False, False, dict[str, Replaced](), ""
         gpu = communicator.device if isinstance(communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
@@ -301,6 +303,8 @@ class GradientBuckets:
                 in_place = [self._gradients[bucket.index], *direct]
                 copies = [gradient.clone() for gradient in in_place]
                 kept.refill_by(bucket.index, partial(self._restore, bucket, in_place, copies, absent))
+            if self.first is not None and not (self._streams is not None and is_capturing()):
+                self.first += samples_checksum([*small.views, *direct])
             self._scale_and_tell(bucket, direct, absent)
         if moved:
             self._check_unchanged(*moved)

@@ -41,6 +41,7 @@ from ring_plugins.core.world import (
     is_initialized,
 )
 from ring_plugins.observe.consistency import listed
+from ring_plugins.observe.same_samples import tell_if_same
 from ring_plugins.torch import changes
 from ring_plugins.torch.bucket_sets import (
     BucketSets,
@@ -182,8 +183,9 @@ class GradientAverager:
         self.is_closed, self.is_on_host = False, self._streams is None
         #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
         self.steps, self.sums = 0, False
-        #: Whether ranks may run out of data (`join`), the share of the ranks that had in the last pass, and the group.
-        self.is_joined, self.ended, self.group = False, 0.0, group
+        #: Whether ranks may run out of data (`join`), the share of the ranks that had in the last pass, the group, and
+        #: whether ranks that begin with equal gradients are warned of: frameworks that see the samples compare these.
+        self.is_joined, self.ended, self.group, self.tells_same_samples = False, 0.0, group, True
         if self.communicator.size > 1 or communicator is not None or self._recovery is not None:
             try:
                 with on_all_or_none(self.communicator, _CONSTRUCTING):
@@ -541,6 +543,9 @@ class GradientAverager:
                 buckets.is_ordered = True
             else:
                 self._sets.learn_order(buckets)
+                if self.tells_same_samples:
+                    tell_if_same(buckets.first or 0, self.communicator)
+            buckets.first = None
         if self._tuner is not None:
             self._tune(self._tuner, outcome.has_others)
         return outcome.members_change and not outcome.ended

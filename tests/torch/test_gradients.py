@@ -147,6 +147,38 @@ def test_a_gradient_passes_at_most_twelve_files_in_at_most_seventy_calls(monkeyp
     assert len({file for file, _ in way}) <= 12, way
 
 
+@pytest.mark.parametrize(
+    ("inputs", "loss", "is_told"),
+    [
+        ((1, 1, 2), lambda out: out.square().sum(), True),
+        ((1, 2, 3), lambda out: out.square().sum(), False),
+        ((0, 0, 2), lambda out: out.square().sum(), False),  # a rank of zeros says nothing of samples
+        ((1, 1, 1), lambda out: out.sum() * 0, False),
+    ],
+)
+def test_ranks_that_begin_with_the_gradients_of_the_same_samples_are_told_so_once(
+    inputs, loss, is_told, monkeypatch, caplog
+):
+    monkeypatch.setattr("ring_plugins.observe.same_samples._told", [])
+
+    def rank_of(rank, communicator):
+        model = nn.Linear(4, 3, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(12.0).view(3, 4))
+        averager = GradientAverager(model, communicator=communicator)
+        finish = averager._buckets.finish  # all ranks are in this process here, so each averager has another beside it
+        averager._buckets.finish = lambda at_once: finish(at_once)._replace(has_others=False)
+        for _ in range(3):
+            loss(model(inputs[rank] * torch.arange(8.0).view(2, 4))).backward()
+        averager.close()
+
+    with caplog.at_level("WARNING", "ring_plugins"):
+        on_thread_ranks(3, rank_of)
+    told = [one.getMessage() for one in caplog.records if "same samples" in one.getMessage()]
+    assert len(told) == is_told
+    assert all("ranks 0, 1 have the same" in text and "DistributedSampler" in text for text in told)
+
+
 def test_a_single_rank_averages_through_a_communicator_that_it_is_given(gpu) -> None:  # as benchmarks/gpu_step.py does
     model = nn.Linear(3, 2)
     averager = GradientAverager(model, communicator=gpu.communicator)

@@ -67,6 +67,7 @@ class Exchange(backends.Exchange):
             overlap=settings.overlap,
             group=settings.group,
         )
+        self._averager.tells_same_samples = False  # `weigh` does
         self.communicator = self._averager.communicator
         elastic = current().elastic  # as with other backends, what a group averages tells nothing
         elastic.widest = max(elastic.widest, current().topology.size)
