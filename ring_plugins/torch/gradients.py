@@ -548,7 +548,8 @@ class GradientAverager:
             buckets.first = None
         if self._tuner is not None:
             self._tune(self._tuner, outcome.has_others)
-        return outcome.members_change and not outcome.ended
+        # Ranks that wait in `join` are not where the others are, but hear all the same that the job is to end.
+        return outcome.members_change and (self._recovery is None or not outcome.ended)
 
     # A backward that raised ---------------------------------------------------------------------------
 

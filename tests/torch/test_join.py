@@ -256,3 +256,39 @@ report("steps", [(start - model.weight).detach().max().item(), all(torch.equal(w
 def test_a_sharded_step_that_is_left_out_keeps_nobody_waiting():
     result = run_ranks(LEFT_OUT, 3)
     assert result.values("steps") == [[pytest.approx(2 * 3, rel=1e-5), True]] * 3
+
+
+TOLD = """
+import os, signal, torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer, broadcast_parameters, join
+from tests.worker import report
+
+ring.init(ranks=3)
+ring.preempted()
+model = torch.nn.Linear(2, 2)
+broadcast_parameters(model)
+optimizer, steps = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()), 0
+with join(optimizer):
+    for _ in range((20, 1, 0)[ring.rank()]):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).square().mean().backward()
+        optimizer.step()
+        steps += 1
+        if ring.preempted():
+            break
+    if ring.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+report("preempted", ring.preempted())
+report("steps", steps)
+report("weights", model.weight.flatten().tolist())
+ring.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_join_hears_with_the_others_that_the_job_is_to_end():
+    result = run_ranks(TOLD, 3)
+    assert result.values("preempted") == [True] * 3
+    assert result.values("steps")[0] < 20 and result.values("steps")[1:] == [1, 0]
+    assert result.values("weights") == [result.values("weights")[0]] * 3
