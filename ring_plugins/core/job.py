@@ -61,6 +61,7 @@ class World(Communicators):
         has_left: whether this process has left the job before its end, as others had agreed.
         launcher: that has started the ranks.
         first_call: of `init`.
+        part: a job that some of the ranks have made, and that ends with this one; None if there is none.
         local_peers: the liveness of all members on this host; before this process has joined, only its own.
         channel, observers: the messages between ranks and the observing services; None in a job of one rank.
         meetings, named_calls: of some ranks, and calls that match by name; None in a job of one rank, and in one that
@@ -77,6 +78,7 @@ class World(Communicators):
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
         self.has_left = self.is_closed = False
+        self.part: World | None = None
         self.channel: Channel | None = None
         self.observers: Observers | None = None
         self.meetings: Meetings | None = None
@@ -326,9 +328,13 @@ class World(Communicators):
             if self.local_peers is not None:
                 steps.callback(self.local_peers.own.leave)
             steps.callback(self.elastic.close)
+            if self.part is not None:
+                steps.callback(self.part.close)
 
     def detach_after_fork(self) -> None:
         """In a forked child: disturb neither the parent nor its peers."""
+        if self.part is not None:
+            self.part.detach_after_fork()
         if self.channel is not None:
             self.channel.abandon()
         self.elastic.detach_after_fork()

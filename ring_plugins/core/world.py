@@ -24,6 +24,7 @@ from ring_plugins.core.rendezvous import connect, launcher_of, launchers, tcp
 from ring_plugins.core.rendezvous.claim import check_ancestors
 
 _world: World | None = None
+_outer: World | None = None  # the launcher's, if `_world` is a part of that
 _generation = 0  # how often this process has connected
 _announced = 0  # the last of these jobs whose training has been announced
 
@@ -77,7 +78,7 @@ def init(
     if policy.recovers:
         prepare_to_continue(ranks, policy, _generation)
     check_directory(ranks)
-    exit_hooks.install(lambda: _world, shutdown)
+    exit_hooks.install(lambda: _outer or _world, shutdown)
     rendezvous = connect(ranks, _generation)
     _generation += 1
     world = _world = World(rendezvous, launcher_of(rendezvous.size), policy, ranks)
@@ -105,10 +106,28 @@ def on_joined(function: Callable[[], object]) -> None:
     _on_joined.append(function)
 
 
+def init_part() -> World:
+    """Join a job of some of this job's ranks, as the environment says now; collective among those.
+
+    Until `shutdown` this job goes on beside it, and ends it when any of its ranks fails: ranks of other parts, too.
+    """
+    global _outer, _world
+    outer, _world = current(), None
+    try:
+        part = init()
+    except BaseException:
+        _world = outer  # by which the others hear of it
+        raise
+    _outer, outer.part = outer, part
+    if part.failure_detector is not None:
+        part.failure_detector.outer = outer.failure_detector
+    return part
+
+
 def shutdown() -> None:
     """Leave the job. `init` may be called again afterwards, by all ranks."""
-    global _world
-    world, _world = _world, None
+    global _outer, _world
+    world, _outer, _world = _outer or _world, None, None
     if world is not None and world.is_mine():
         world.close()
         kept_results.clear()

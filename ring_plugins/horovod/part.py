@@ -1,8 +1,9 @@
 """`hvd.init(comm=ranks)`: some of the launcher's ranks become a job of their own.
 
 Everything of Horovod is then within them, ranks and sizes included, so it is not one group among others. All ranks
-that the launcher has started meet once, tell each other how to reach them, and leave. Each part begins anew, by the
-variables that a launcher would have set for it.
+that the launcher has started meet once, and tell each other how to reach them. Each part begins anew, by the variables
+that a launcher would have set for it. Their common job goes on beside it, so that all hear of a rank that fails, by
+the number that the launcher gave it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ring_plugins.core.base.member import find_topology
 from ring_plugins.core.collectives.validation import rejections_told
 from ring_plugins.core.job import World
 from ring_plugins.core.linux.interfaces import reserve_port
-from ring_plugins.core.world import current
+from ring_plugins.core.world import current, init_part
 from ring_plugins.horovod.common.process_sets import ranks_of_comm
 from ring_plugins.launcher.meeting import rank_environment
 
@@ -52,11 +53,10 @@ def become_part(comm: Any, is_new: bool) -> None:
             "hvd.init(comm=) first, or shutdown() before, on all ranks."
         )
     environment, reserved = _meet(ranks)
-    ring.shutdown()
     before = dict(os.environ)
     try:
         os.environ.update(environment)
-        ring.init()
+        init_part()
     finally:
         os.environ.clear()  # processes that a rank starts, and a later init, are the launcher's again
         os.environ.update(before)

@@ -1,8 +1,11 @@
 """`hvd.init(comm=)` with some of the launcher's ranks makes a job of them."""
 
+import re
+import sys
+
 import pytest
 
-from tests.launch import run_ranks
+from tests.launch import run_ranks, start_ranks
 
 SCRIPT = """
 import os
@@ -66,3 +69,57 @@ def test_parts_that_do_not_fit_are_refused_on_all_ranks(fault, text):
     result = launch("exported", fault, check=False)
     assert result.returncode and len(result.values("refused")) == 3
     assert all(text in one for one in result.values("refused"))
+
+
+#: Ends nobody, unlike other launchers.
+STARTS = """
+import os, socket, subprocess, sys
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = str(server.getsockname()[1])
+shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+envs = [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
+started = [subprocess.Popen([sys.executable, *sys.argv[1:]], env=env) for env in envs]
+sys.exit(max([process.wait() != 0 for process in started]))
+"""
+FAILS = """
+import os, signal, time
+from pathlib import Path
+
+import torch
+
+import ring_plugins as ring
+import ring_plugins.horovod.torch as hvd
+from tests.worker import report
+
+launched = int(os.environ["RANK"])
+hvd.init(comm=[1] if launched == 1 else [2, 0])
+report("place", hvd.rank(), launched)
+while len(list(Path(os.environ["TEST_REPORTS"]).iterdir())) < 3:
+    time.sleep(0.01)
+victim, how = os.environ["TEST_FAULT"].split()
+try:
+    for step in range(10**9):
+        if launched == int(victim) and step == 5:
+            if how == "raises":
+                raise ValueError("no more")
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.allreduce(torch.ones(1), name="x")
+except ring.RingError as error:
+    report("error", str(error), launched)
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_all_parts_hear_of_a_rank_that_fails_by_the_number_that_the_launcher_gave_it(victim, how):
+    launcher = [sys.executable, "-c", STARTS]
+    with start_ranks(FAILS, 3, launcher, env={"TEST_FAULT": f"{victim} {how}"}) as job:
+        result = job.wait(60)
+    said = f"rank {victim} failed: ValueError: no more" if how == "raises" else rf"rank {victim} \(process \d+\) died"
+    assert result.returncode
+    for rank in {0, 1, 2} - {victim}:
+        heard = result.reports[rank].get("error")  # none if it never waited for long, and its monitor has ended it
+        assert heard is None or re.match(said, heard), str(result)
+        assert re.search(rf"rank {rank} ends because {said}", result.output), str(result)

@@ -60,6 +60,8 @@ OF_NAMES = "named operations"
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0
+#: Seconds within which the job around a part of it hears what the part has heard.
+_OUTER = 1.0
 #: Operations of which rejections are remembered.
 _REJECTIONS = 100
 #: Seconds that a process takes to end after it left, including the teardown of GPU communicators.
@@ -90,6 +92,7 @@ class FailureDetector:
         failed: whether this process has reported its own failure.
         deadlocks: name of a communicator -> the deadlock that it is part of, which a wait in it raises.
         mesh: knows who is lost, if the job goes on then. The channel connects all ranks to each other in that case.
+        outer: of a job of which this one has only some ranks, and with which it ends; None if there is none.
     """
 
     def __init__(self, members: Members, local_peers: LocalPeers | None, channel: Channel) -> None:
@@ -97,6 +100,7 @@ class FailureDetector:
         self.aborted = self.has_raised = self.failed = False
         self.deadlocks: dict[str, str] = {}
         self.mesh: Mesh | None = None
+        self.outer: FailureDetector | None = None
         self._pid = os.getpid()
         self._local_peers, self._channel = local_peers, channel
         self._communicators: weakref.WeakValueDictionary[int, Breakable] = weakref.WeakValueDictionary()
@@ -136,6 +140,8 @@ class FailureDetector:
 
     def failure(self) -> PeerFailed | None:
         """The failure of any other rank, if there is one."""
+        if self.outer is not None and (failure := self.outer.failure()) is not None:
+            return failure
         if self._local_peers is not None:
             self._local_peers.look(self.facts)
         return self.facts.failure
@@ -161,6 +167,9 @@ class FailureDetector:
         failure = self.failure()
         if failure is not None:
             self.aborted = True
+            if self.outer is not None:
+                failure = until(self.outer.failure, _OUTER) or failure  # which has the numbers that users know
+                self.outer.aborted = True
             raise failure
         departed, now = self.facts.departed, time.monotonic()
         for rank in missing:
