@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ring_plugins.core.base.errors import MismatchError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.observe.consistency import by_value
 
@@ -36,16 +37,20 @@ class Options:
     Attributes:
         number: see `Check`; None without optimizers.
         groups: returns parameter groups, as torch's optimizers have them; nothing without optimizers.
+        remedy: what a script can do about options that differ before its second step, which is a warning then; "" if it
+            is an error, as later.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.groups: Groups = tuple
+        self.remedy, self._is_told, self._passes = "", False, 0
         self._given: list[Any] | None = []
         self._values: list[Any] = []
 
     def look(self, passes: int) -> None:
         """Compute the number anew if a value has changed."""
+        self._passes = passes
         given: list[Any] = []
         for group in self.groups():
             given += map(group.get, _NAMES)
@@ -64,7 +69,22 @@ class Options:
         found = communicator.all_gather_object((self.number, self.texts), "options that differ")
         numbers, texts = zip(*found, strict=True)
         if len(set(numbers)) > 1:
-            raise options_error(texts, communicator.ranks)
+            self.reject(options_error(texts, communicator.ranks), communicator.rank, self._passes)
+
+    def reject(self, error: MismatchError, rank: int, passes: int) -> None:
+        """Raise an error, or warn of it once on rank 0, after so many passes."""
+        if passes or not self.remedy:
+            raise error
+        if rank == 0 and not self._is_told:
+            logger.warning(f"{error} {self.remedy}")
+        self._is_told = True
+
+    def check_others(self, groups: Iterable[Mapping[str, Any]], communicator: Communicator[Any]) -> None:
+        """`check_equal_options` before the first step."""
+        try:
+            check_equal_options(groups, communicator)
+        except MismatchError as error:
+            self.reject(error, communicator.rank, 0)
 
     @property
     def texts(self) -> list[str]:

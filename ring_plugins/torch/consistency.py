@@ -109,7 +109,7 @@ class TorchChecks(Checks):
             MismatchError: those differ.
         """
         if communicator is not None:
-            check_equal_options(groups(), communicator)
+            self.options.check_others(groups(), communicator)
         self.options.groups, self.weights.names = groups, names
 
     def follow_others(self) -> None:

@@ -647,7 +647,8 @@ class GradientBuckets:
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:
-            raise options_error([self._checks.options.texts], [self._communicator.ranks[self._communicator.rank]])
+            error = options_error([self._checks.options.texts], [self._communicator.ranks[self._communicator.rank]])
+            self._checks.options.reject(error, self._communicator.rank, self._checks.passes - 1)
         return failed
 
     def _late(self) -> tuple[float, float, tuple[float, ...]]:

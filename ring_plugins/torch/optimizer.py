@@ -88,6 +88,9 @@ class DistributedOptimizer(WrappedOptimizer):
         MismatchError: the parameters differ among ranks.
     """
 
+    #: See `compared_options.Options.remedy`.
+    _remedy_at_first = ""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -129,6 +132,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         try:
             self.optimizer = shard_optimizer(optimizer, shard, self._named(), group)
+            self.averager.checks.options.remedy = self._remedy_at_first
             self.averager.compare_options(partial(getattr, self.optimizer, "param_groups"), self._names)
             self.averager.checks.follow_others()
         except BaseException:

@@ -74,6 +74,36 @@ def test_the_error_names_the_group_the_values_and_the_ranks():
     assert "no such group" in str(options_error([["lr=1"], []], [0, 1]))
 
 
+@pytest.mark.parametrize("until", [1, 2])
+def test_with_a_remedy_a_difference_in_the_first_step_is_a_warning_and_an_error_in_the_second(until, caplog):
+    """A script may broadcast the optimizer's state only after its first step."""
+    caplog.set_level("WARNING", "ring_plugins")
+
+    def rank_of(rank, communicator):
+        parameter = nn.Parameter(torch.ones(3))
+        averager = GradientAverager([("p", parameter)], communicator=communicator, autotune=False)
+        group = {"lr": 0.1 + rank, "nesterov": bool(rank)}
+        averager.checks.options.remedy = "Broadcast it."
+        averager.compare_options(lambda: [group])
+        outcomes = []
+        for step in range(3):
+            if step == until:
+                group["lr"], group["nesterov"] = 0.1, False
+            try:
+                parameter.sum().backward()
+                outcomes.append("")
+                averager.checks.updates.add()
+            except MismatchError as error:
+                outcomes.append(str(error))
+        averager._hooks.remove()
+        return outcomes
+
+    for outcomes in on_thread_ranks(2, rank_of):
+        assert outcomes[0] == outcomes[2] == ""
+        assert bool(outcomes[1]) == (until == 2) and ("lr=1.1" in outcomes[1]) == (until == 2)
+    assert [record.message[-13:] for record in caplog.records] == ["Broadcast it."]  # once, of both
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_ranks_with_other_learning_rates_all_raise_in_their_backward(dtype):
     def rank_of(rank, communicator):

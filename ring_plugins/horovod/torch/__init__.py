@@ -93,6 +93,11 @@ class DistributedOptimizer(_DistributedOptimizer):
         ArgumentError, MismatchError: as there, and for an unsupported argument or two parameters of one name.
     """
 
+    _remedy_at_first = (
+        "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) and hvd.broadcast_optimizer_state(optimizer, "
+        "root_rank=0) before the next step: from then on this is an error."
+    )
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
