@@ -1,6 +1,7 @@
 """A submodule of Horovod that is no file here is another module's second name, or an ImportError with the remedy."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,38 @@ def test_only_one_finder_is_installed():
     submodules.install()
     finders = [one for one in ring_plugins.horovod.submodules.sys.meta_path if isinstance(one, submodules._Finder)]
     assert len(finders) == 1
+
+
+def _public_names():
+    """The names of each module; those of modules that import TensorFlow are slow."""
+    by_module = {}
+    for line in Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").splitlines():
+        module, _, names = line.partition(":")
+        if names:
+            by_module.setdefault(module.removeprefix("horovod"), []).extend(names.split())
+    frameworks = (".keras", ".tensorflow")
+    return [
+        pytest.param(
+            *(module, names), id=f"horovod{module}", marks=[pytest.mark.slow] if module.startswith(frameworks) else []
+        )
+        for module, names in by_module.items()
+    ]
+
+
+@pytest.mark.parametrize(("module", "names"), _public_names())
+def test_every_public_name_of_horovod_is_there_or_says_what_to_write(module, names):
+    if ".tensorflow" in module:
+        pytest.importorskip("tensorflow")
+    try:
+        found = importlib.import_module(f"ring_plugins.horovod{module}")
+    except ImportError as error:
+        assert "; instead: " in str(error)
+        return
+    silent = []
+    for name in names:
+        try:
+            getattr(found, name)
+        except AttributeError as error:
+            if str(error) == f"module {found.__name__!r} has no attribute {name!r}":
+                silent.append(name)
+    assert silent == []
