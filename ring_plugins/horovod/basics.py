@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numpy as np
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.codec import CodecName
@@ -30,10 +32,6 @@ from ring_plugins.horovod.common.process_sets import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Result = TypeVar("Result")
-Results = TypeVar("Results")
-
-JOIN = "hvd.join"  # what ranks that wait in `join` do, for messages of the others
 
 #: What every module of Horovod has.
 __all__ = [
@@ -170,12 +168,12 @@ def join(device: Any = -1) -> int:
     world = current()
     calls, ranks, communicator = world.named_calls, world.world_ranks, world.communicator
     if calls is None:
-        came = communicator.all_gather_object(time.time(), JOIN)
+        came = communicator.all_gather_object(time.time(), named.JOIN)
         return max(range(len(came)), key=lambda rank: (came[rank], rank))
     calls.join(ranks)
     while True:
         try:
-            communicator.all_gather_object(None, JOIN)
+            communicator.all_gather_object(None, named.JOIN)
             break
         except MismatchError:  # what another rank has called; it calls that again as a named operation
             communicator.check()
@@ -313,7 +311,8 @@ def _holds_floats(tensor: Any) -> bool:
 def scaled(x: Any, factor: float, is_whole: bool) -> Any:
     """Multiply an array or tensor in its dtype, as Horovod does.
 
-    Integers are multiplied in float64, and lose what is behind the point; floats of 16 bits are multiplied in float32.
+    Integers are multiplied in float64, and lose what is behind the point; floats of 16 bits are multiplied in float32,
+    on GPUs by a factor that is rounded to float16.
 
     Args:
         x: of numpy, torch or TensorFlow.
@@ -324,6 +323,8 @@ def scaled(x: Any, factor: float, is_whole: bool) -> Any:
         return x
     bytes_each = getattr(x.dtype, "itemsize", None) or x.dtype.size  # TensorFlow's word
     wide = "float64" if is_whole else "float32" if bytes_each == 2 else None
+    if getattr(x, "is_cuda", False) and "float16" in str(x.dtype) and "bfloat16" not in str(x.dtype):
+        factor = float(np.float16(factor))
     return x * factor if wide is None else cast_to(cast_to(x, wide) * factor, x.dtype)
 
 
@@ -408,34 +409,6 @@ def begin(kind: str, name: str | None, process_set: Any) -> Group | None:
     group = group_of(process_set)
     check_name(kind, name, group)
     return group
-
-
-def grouped(
-    single: Callable[Concatenate[T, P], Result], gather: Callable[[list[Result]], Results]
-) -> Callable[Concatenate[Sequence[T], P], Results]:
-    """Horovod's operation on several tensors, with the arguments of its operation on one.
-
-    Args:
-        single: the operation on one tensor, whose first argument is `tensor`.
-        gather: makes the result out of the results for each tensor.
-    """
-    takes = inspect.signature(single)
-    tensor, *others = takes.parameters.values()
-    kind = f"grouped_{single.__name__}"
-
-    @wraps(cast("Callable[..., Any]", inspect.unwrap(single)))
-    def operation(tensors: Any, *arguments: Any, **options: Any) -> Any:
-        given = takes.bind(None, *arguments, **options).arguments
-        del given["tensor"]
-        return gather([cast("Any", single)(tensor, **given) for tensor in tensors])
-
-    operation.__name__ = operation.__qualname__ = kind
-    operation.__doc__ = f"`{single.__name__}` of several tensors; further arguments as there."
-    first = tensor.replace(name="tensors", annotation=f"Sequence[{tensor.annotation}]")
-    returns = f"list[{takes.return_annotation}]" if gather is list else takes.return_annotation
-    operation.__signature__ = inspect.Signature([first, *others], return_annotation=returns)  # type: ignore[attr-defined]
-    operation.__annotations__["tensors"] = first.annotation
-    return cast("Any", all_or_none(operation))  # type: ignore[no-any-return]
 
 
 @told

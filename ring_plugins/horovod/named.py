@@ -14,15 +14,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ring_plugins.core.base.errors import MismatchError, RingError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls, NameInUse
-from ring_plugins.core.groups import Group
+from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current
+from ring_plugins.horovod.common.process_sets import group_of
+
+T = TypeVar("T")
+
+JOIN = "hvd.join"  # what ranks that wait in `join` do, for messages of the others
 
 #: Seconds for which a rank waits for a match before it says that it waits: messages take milliseconds.
 _PATIENCE = 2.0
@@ -58,6 +63,38 @@ def operations_of(ranks: Sequence[int], rebuild: Callable[[Any], Run | None]) ->
         of_world[tuple(ranks)] = NamedOperations(world, world.named_calls, tuple(ranks))
     world.named_calls.on_joined_match = lambda match: of_world[match.ranks].take_part(match, rebuild)
     return of_world[tuple(ranks)]
+
+
+def in_order_or_by_name(
+    name: str | None,
+    process_set: Any,
+    rebuild: Callable[[Any], Run | None],
+    in_order: Callable[[], T],
+    by_name: Callable[[NamedOperations, str], T],
+) -> T:
+    """Run an operation that the script waits for.
+
+    Args:
+        name: of the operation, by which the ranks' calls match; None to match by order.
+        process_set: whose ranks take part.
+        rebuild: as for `operations_of`.
+        in_order, by_name: run it.
+    """
+
+    def found() -> NamedOperations | None:
+        return operations_of(communicator_of(group_of(process_set)).ranks, rebuild)
+
+    if name is not None and (operations := found()) is not None:
+        return by_name(operations, name)
+    try:
+        return in_order()
+    except MismatchError as error:
+        # On one host, all ranks are in step after it, and make the call again as one that the joined take part in.
+        operations = found() if JOIN in str(error) else None
+        if operations is None:
+            raise
+        communicator_of(group_of(process_set)).check()
+        return by_name(operations, f"call {next(operations.numbers)} after hvd.join")
 
 
 class NamedWork:

@@ -61,6 +61,7 @@ class HostBuckets:
         checks: as given.
         counted: samples of this rank that count in the pass, and those of a full batch; None if ranks weigh alike. They
             must be integers below 2 ** 32: their bits travel, which 16-bit floats can tell, too.
+        ended: share of the ranks that had run out of data in the last pass.
 
     Raises:
         MismatchError: the entries differ among ranks.
@@ -78,7 +79,7 @@ class HostBuckets:
     ) -> None:
         if compression is not None:
             entries = [replace(entry, layout=f"{entry.layout}, {compression}") for entry in entries]
-        self.plan = FusionPlan(entries, sizes, COUNT + _SAMPLE_BITS)  # see `observe.consistency`
+        self.plan = FusionPlan(entries, sizes, COUNT + _SAMPLE_BITS + 1)  # see `observe.consistency`
         self.plan.check_equal(communicator)
         self.checks = checks or KerasChecks()
         self._buffer = FusionBuffer(self.plan, communicator)
@@ -91,10 +92,11 @@ class HostBuckets:
         self.reducer = GradientReducer(self._buffer, communicator, compression=rounding, overlap=chosen)
         self._communicator, self._in_place = communicator, in_place
         self.counted: tuple[int, int] | None = None
-        self._factor = 1.0
+        self._factor, self.ended = 1.0, 0.0
         self._first: int | None = None if replaces() else 0  # the sum of this rank's own gradients of the first pass
         self._given: dict[int, Array] = {}
         self._forms: dict[int, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of all gradients of this pass
+        self._last_forms = self._forms  # of the one before
         #: The average of each entry: a part of a bucket, or for a large gradient memory that is set in each pass.
         self._averages: list[Array] = [_NOTHING] * len(entries)
         self._flags: list[Array] = []
@@ -112,6 +114,7 @@ class HostBuckets:
         start = last.flags + len(last.entries)
         self._control: Array = self._buffer.memories[-1].array[start : start + COUNT]
         self._samples: Array = self._buffer.memories[-1].array[start + COUNT : start + COUNT + _SAMPLE_BITS]
+        self._has_ended: Array = self._buffer.memories[-1].array[start + COUNT + _SAMPLE_BITS :][:1]
 
     def take(self, rate: float | None, samples: int, full: int) -> None:
         """Note before a pass its learning rate, to be compared, and which part of a full batch counts."""
@@ -161,8 +164,9 @@ class HostBuckets:
             with rejections_told(self._communicator, "filling buckets"):
                 self.reducer.finish(self._fill)
         finally:
-            self._given, self._forms = {}, {}
+            self._given, self._forms, self._last_forms = {}, {}, forms
         self._check_flags(forms)
+        self.ended = float((_widened(self._has_ended) if self._has_ended.dtype == np.uint16 else self._has_ended)[0])
         self.checks.note_compared()
         if differ(self._control.tolist()):
             self.checks.say(self._communicator)
@@ -178,6 +182,21 @@ class HostBuckets:
         self._weigh()
         averages = self._averages if self._in_place else self._handed_out()
         return {i: averages[i].view(dtype).reshape(shape) for i, (dtype, shape) in forms.items()}
+
+    def take_part(self) -> bool:
+        """Take part in a pass of others with zeros for what this rank gave last, once it has run out of data.
+
+        Returns:
+            Whether all ranks have run out, so that this was the last pass.
+        """
+        self.checks.has_ended = True
+        try:
+            forms = self._last_forms
+            self.give([*forms], [np.zeros(shape, dtype) for dtype, shape in forms.values()])
+            self.finish()
+        finally:
+            self.checks.has_ended = False
+        return self.ended > 1 - 0.5 / self._communicator.size
 
     def _weigh(self) -> None:
         """Turn averages over all ranks into those over the samples that came."""
@@ -223,10 +242,16 @@ class HostBuckets:
         storage = STORAGE[bucket.dtype]
         one = _ONE_BFLOAT16 if bucket.dtype == "bfloat16" else 1
         if bucket.index == len(self.plan.buckets) - 1:
-            np.multiply(bits_of(self.checks.number()), one, out=self._control, casting="unsafe")
+            if self.checks.has_ended:
+                self._control[...] = 0  # neither a bit nor its inverse, so it differs from nobody
+            else:
+                self._control[...] = bits_of(self.checks.number())
+                self._control *= one
+            self._has_ended[...] = one * self.checks.has_ended
             counted = 0 if self.counted is None else self.counted[0]
             bits = np.unpackbits(np.array([counted], "<u4").view(np.uint8), bitorder="little")
-            np.multiply(bits, one, out=self._samples, casting="unsafe")
+            self._samples[...] = bits
+            self._samples *= one
         direct: list[HostMemory] = []
         for position, i in enumerate(bucket.entries):
             gradient = self._given.pop(i, None)

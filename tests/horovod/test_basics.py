@@ -1,7 +1,5 @@
 """Arguments of Horovod's functions mean what they mean there, or are rejected with what to write instead."""
 
-import inspect
-
 import numpy as np
 import pytest
 
@@ -43,21 +41,6 @@ def test_what_exists_is_passed_on():
     assert basics.check_compression(Compression.int8) == "int8"
     assert [basics.gradient_factor(op, 1.0, 3) for op in (Average, Sum)] == [1, 3]
     assert [basics.gloo_built(), basics.ddl_built()] == [True, False]
-
-
-def test_a_grouped_operation_has_the_arguments_of_the_single_one(monkeypatch):
-    monkeypatch.setattr(basics, "all_or_none", lambda operation: operation)  # which needs a job
-    seen = []
-
-    def scale(tensor: int, factor: int = 2, name: str | None = None) -> int:
-        """One."""
-        seen.append(name)
-        return factor * tensor
-
-    grouped = basics.grouped(scale, tuple)
-    assert (grouped.__name__, grouped([1, 2], factor=3, name="x")) == ("grouped_scale", (3, 6))
-    assert seen == ["x", "x"]
-    assert [*inspect.signature(grouped).parameters] == ["tensors", "factor", "name"]
 
 
 class Halving(basics.NoneCompressor):

@@ -125,3 +125,28 @@ def test_averages_of_a_pass_in_which_a_rank_dies_are_taken_over_the_same_ranks(m
             assert averages in [[[value]] * 3 for value in possible]
             seen.add((step, possible.index(averages[0][0])))
     assert {(0, 0), (0, 1)} <= seen  # it died in the first pass, and after it
+
+
+def test_a_rank_that_has_run_out_of_data_counts_as_zeros_until_all_have():
+    from ring_plugins.keras.buckets import HostBuckets
+
+    entries = [Entry("half", "bfloat16", 2), Entry("never given", "float32", 3), Entry("large", "float32", 40_000)]
+
+    def rank_of(rank, communicator):
+        buckets = HostBuckets(entries, communicator, BucketSizes(64, 64, 1024))
+        found = []
+        for _ in range(rank + 1):
+            buckets.checks.rates.take(0.1)  # which one that has run out does not tell
+            buckets.give([0, 2], [np.full(2, 0x4040, np.uint16), np.full(40_000, 3, "float32")])  # 3 in bfloat16
+            averages = buckets.finish()
+            found.append([int(averages[0][0]) << 16, float(averages[2][5]), buckets.ended])
+        waited = 0
+        while not buckets.take_part():
+            waited += 1
+        return [[np.array([bits], np.uint32).view(np.float32)[0], *others] for bits, *others in found], waited
+
+    for rank, (found, waited) in enumerate(on_thread_ranks(3, rank_of)):
+        assert [values[1] for values in found] == [3.0, 2.0, 1.0][: rank + 1]
+        assert [float(values[0]) for values in found] == [3.0, 2.0, 1.0][: rank + 1]
+        assert [values[2] for values in found] == pytest.approx([0, 1 / 3, 2 / 3][: rank + 1], abs=0.01)
+        assert waited == 2 - rank

@@ -3,28 +3,27 @@
 Gradients have the factors of Horovod 0.28, for which its scripts chose their learning rates. With n ranks, those of
 `allgather` and `broadcast` are 1/n times, and those of `reducescatter` n times the gradients of the sum of all ranks'
 losses. They are made of the same operations, so second derivatives exist, too.
+
+An operation is that of a group with one tensor. What a group does on the host stands in host.py.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
-import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.core.groups import Group
 from ring_plugins.horovod.basics import (
     Average,
     Compression,
     Sum,
-    begin,
     compressor_of,
-    grouped,
     op_of,
     rank,
     reduction_of,
@@ -32,6 +31,7 @@ from ring_plugins.horovod.basics import (
     size,
     told,
 )
+from ring_plugins.horovod.tensorflow import host
 from ring_plugins.horovod.tensorflow.errors import NotSupported, with_tensorflow_errors
 from ring_plugins.keras.backends.tensorflow_xla import reject_inside_xla
 from ring_plugins.keras.job import capture_exceptions, connect, restore_exceptions
@@ -60,7 +60,7 @@ def as_it_is(function: F) -> F:
 
 def operation(function: F) -> F:
     """Make an operation of Horovod's out of a function that calls collectives."""
-    return as_it_is(with_tensorflow_errors(cast("F", told(function))))
+    return as_it_is(with_tensorflow_errors(cast("F", told(function, by_name=True))))
 
 
 @operation
@@ -86,31 +86,56 @@ def allreduce(
         compression: `Compression.fp16` sends floats in 16 bits, but for `tf.IndexedSlices`; or a compressor of yours.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`; for `tf.IndexedSlices` one of the first two.
         prescale_factor, postscale_factor: factors before and after, not for `tf.IndexedSlices`.
-        name: compared among the ranks.
+        name: by which the ranks' calls match.
         process_set: the processes that take part, all by default.
 
     Raises:
         ArgumentError, MismatchError: as `ring_plugins.all_reduce`.
     """
     factors = (prescale_factor, postscale_factor)
-    if isinstance(tensor, tf.IndexedSlices):
-        return _reduced_rows(tensor, average, op, factors, (name, process_set))
-    reduction = op_of(average, op)
-    return _scaled(
-        tensor, compression, reduction, factors, process_set, lambda x, op: _reduced(x, op, (name, process_set))
-    )
+    return _all_reduced([tensor], average, compression, op, factors, (name, process_set))[0]
 
 
-grouped_allreduce = operation(grouped(allreduce, list))
+@operation
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """`allreduce` of several tensors as one operation; further arguments as there."""
+    factors = (prescale_factor, postscale_factor)
+    return _all_reduced(tensors, average, compression, op, factors, (name, process_set))
 
 
-def _reduced(x: Any, op: Op, call: Call) -> Any:
-    def gradient(upstream: Any, _: Any) -> Any:
+def _all_reduced(
+    tensors: Sequence[Any],
+    average: bool | None,
+    compression: Any,
+    op: Op | None,
+    factors: tuple[float, float],
+    call: Call,
+) -> list[Any]:
+    are_rows = [isinstance(tensor, tf.IndexedSlices) for tensor in tensors]
+    rows = iter([_reduced_rows(one, average, op, factors, call) for one in itertools.compress(tensors, are_rows)])
+    reduction, dense = op_of(average, op), itertools.compress(tensors, map(operator.not_, are_rows))
+    others = iter(_scaled([*dense], compression, reduction, factors, call, lambda xs, op: _reduced(xs, op, call)))
+    return [next(rows if is_one else others) for is_one in are_rows]
+
+
+def _reduced(xs: list[Any], op: Op, call: Call) -> list[Any]:
+    def gradient(upstream: list[Any], *_: Any) -> list[Any]:
         _check_has_gradient("allreduce", op)
         return _reduced(upstream, op, call)
 
-    reduce = functools.partial(ring.all_reduce, op=op)
-    return _differentiable("allreduce", call, reduce, [x], [(x.dtype, x.shape)], gradient)
+    return _differentiable(host.all_reduction(op), call, xs, [(x.dtype, x.shape) for x in xs], gradient)
 
 
 def _reduced_rows(slices: Any, average: bool | None, op: Op | None, factors: tuple[float, float], call: Call) -> Any:
@@ -119,29 +144,38 @@ def _reduced_rows(slices: Any, average: bool | None, op: Op | None, factors: tup
             f"tensor is a tf.IndexedSlices, for which op={op}, prescale_factor={factors[0]} and postscale_factor="
             f"{factors[1]} are not supported; pass tf.convert_to_tensor(tensor)."
         )
-    name, process_set = call
-    values, indices = (allgather(one, name, process_set=process_set) for one in (slices.values, slices.indices))
+    values, indices = (_gathered([tf.convert_to_tensor(one)], call)[0] for one in (slices.values, slices.indices))
     if op_of(average, op) is Average:
-        values /= tf.cast(size(process_set), values.dtype)
+        values /= tf.cast(size(call[1]), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 @operation
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
     """Concatenate the tensors of all ranks, whose first dimensions may differ; averages gradients."""
-    x, call = tf.convert_to_tensor(tensor), (name, process_set)
+    return _gathered([tf.convert_to_tensor(tensor)], (name, process_set))[0]
 
-    def gradient(upstream: Any, _: Any) -> Any:
+
+@operation
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> list[Any]:
+    """`allgather` of several tensors as one operation."""
+    return _gathered([tf.convert_to_tensor(tensor) for tensor in tensors], (name, process_set))
+
+
+def _gathered(xs: list[Any], call: Call) -> list[Any]:
+    def gradient(upstream: list[Any], xs: list[Any], _: Any) -> list[Any]:
         averages = _reduced(upstream, Average, call)
-        own = tf.reshape(tf.shape(x), [-1])[:1] if x.shape.rank != 0 else tf.constant([1])
-        counts = _host_call("allgather", call, ring.all_gather, [own], [(own.dtype, [None])])
-        start = tf.reduce_sum(counts[: rank() if process_set is None else process_set.rank()])
-        return tf.reshape(averages[start : start + own[0]], tf.shape(x))
+        own = tf.stack([tf.shape(x)[0] if x.shape.rank != 0 else tf.constant(1) for x in xs])
+        counts = tf.reshape(_host_call(host.GATHERING, call, [own], [(own.dtype, [None])])[0], [-1, len(xs)])
+        starts = tf.reduce_sum(counts[: rank() if call[1] is None else call[1].rank()], 0)
+        return [
+            tf.reshape(average[starts[i] : starts[i] + own[i]], tf.shape(x))
+            for i, (average, x) in enumerate(zip(averages, xs, strict=True))
+        ]
 
-    return _differentiable("allgather", call, ring.all_gather, [x], [(x.dtype, _any_rows(x))], gradient)
-
-
-grouped_allgather = operation(grouped(allgather, list))
+    return _differentiable(host.GATHERING, call, xs, [(x.dtype, _any_rows(x)) for x in xs], gradient)
 
 
 @operation
@@ -151,12 +185,11 @@ def broadcast(
     """The root's tensor, on every rank; its gradient is the average of the ranks' gradients."""
     x, call = tf.convert_to_tensor(tensor), (name, process_set)
 
-    def gradient(upstream: Any, _: Any) -> Any:
+    def gradient(upstream: list[Any], *_: Any) -> list[Any]:
         averages = _reduced(upstream, Average, call)
-        return averages if rank() == root_rank else averages * 0
+        return averages if rank() == root_rank else [averages[0] * 0]
 
-    send = functools.partial(ring.broadcast, root=root_rank)
-    return _differentiable("broadcast", call, send, [x], [(x.dtype, x.shape)], gradient)
+    return _differentiable(host.broadcasting(root_rank), call, [x], [(x.dtype, x.shape)], gradient)[0]
 
 
 @operation
@@ -172,7 +205,7 @@ def alltoall(
     Args:
         tensor: of at least one dimension.
         splits: how many rows each rank gets, in a list or tensor; equal parts by default.
-        name: compared among the ranks.
+        name: by which the ranks' calls match.
         ignore_name_scope: has no effect.
         process_set: the processes that take part, all by default.
 
@@ -187,20 +220,14 @@ def alltoall(
     return rows if splits is None else (rows, received)
 
 
-def _exchanged(x: Any, sent: list[Any], call: Call) -> Any:
+def _exchanged(x: Any, sent: list[Any], call: Call) -> list[Any]:
     """The rows that came, and how many from each rank; `sent` holds how many go to each rank, or nothing."""
 
-    def exchange(rows: Any, *sent: Any, group: Group | None) -> tuple[Any, Any]:
-        received = ring.all_to_all(rows, sent[0].tolist() if sent else None, group=group)
-        ranks = size(call[1])
-        counts = sent[0] if sent else np.full(ranks, len(rows) // ranks, np.int32)
-        return received, ring.all_to_all(counts, group=group)
-
-    def gradient(upstream: Any, results: Any) -> Any:
-        return _exchanged(upstream, [results[1]], call)[0]
+    def gradient(upstream: list[Any], _: Any, results: list[Any]) -> list[Any]:
+        return _exchanged(upstream[0], [results[1]], call)[:1]
 
     types = [(x.dtype, _any_rows(x)), (tf.int32, [None])]
-    return _differentiable("alltoall", call, exchange, [x, *sent], types, gradient)
+    return _differentiable(host.EXCHANGE, call, [x], types, gradient, sent)
 
 
 @operation
@@ -219,38 +246,58 @@ def reducescatter(
 
     Average and Sum pass gradients: with Average the concatenation of the ranks' gradients, with Sum n times that.
     """
+    return _scattered([tensor], compression, op, (prescale_factor, postscale_factor), (name, process_set))[0]
+
+
+@operation
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Op = Average,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Any]:
+    """`reducescatter` of several tensors as one operation; further arguments as there."""
+    return _scattered(tensors, compression, op, (prescale_factor, postscale_factor), (name, process_set))
+
+
+def _scattered(tensors: Sequence[Any], compression: Any, op: Op, factors: tuple[float, float], call: Call) -> list[Any]:
     reduction = op_of(None, op)
 
-    def gradient(upstream: Any, _: Any) -> Any:
+    def gradient(upstream: list[Any], *_: Any) -> list[Any]:
         _check_has_gradient("reducescatter", reduction)
-        gathered = allgather(upstream, name, process_set=process_set)
-        return gathered * tf.cast(size(process_set), gathered.dtype) if reduction is Sum else gathered
+        gathered = _gathered(upstream, call)
+        factor = size(call[1]) if reduction is Sum else 1
+        return gathered if factor == 1 else [one * tf.cast(factor, one.dtype) for one in gathered]
 
-    def scattered(x: Any, op: Op) -> Any:
-        scatter, types = functools.partial(ring.reduce_scatter, op=op), [(x.dtype, _any_rows(x))]
-        return _differentiable("reducescatter", (name, process_set), scatter, [x], types, gradient)
+    def scattered(xs: list[Any], op: Op) -> list[Any]:
+        return _differentiable(host.scattering(op), call, xs, [(x.dtype, _any_rows(x)) for x in xs], gradient)
 
-    return _scaled(tensor, compression, reduction, (prescale_factor, postscale_factor), process_set, scattered)
-
-
-grouped_reducescatter = operation(grouped(reducescatter, list))
+    return _scaled(tensors, compression, reduction, factors, call, scattered)
 
 
 def _scaled(
-    tensor: Any,
+    tensors: Sequence[Any],
     compression: Any,
     op: Op,
     factors: tuple[float, float],
-    process_set: Any,
-    reduce: Callable[[Any, Op], Any],
-) -> Any:
-    """A reduction of what is sent for a tensor, between two factors, in the tensor's dtype."""
+    call: Call,
+    reduce: Callable[[list[Any], Op], list[Any]],
+) -> list[Any]:
+    """A reduction of what is sent for tensors, between two factors, in the tensors' dtypes."""
     compressor = compressor_of(compression)
-    sent, context = compressor.compress(tf.convert_to_tensor(tensor))
-    is_whole = sent.dtype.is_integer
-    called, after = reduction_of(op, factors[1], size(process_set), is_whole)
-    reduced = reduce(scaled(sent, factors[0], is_whole), called)
-    return compressor.decompress(scaled(reduced, after, is_whole), context)
+    sent = [compressor.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    found: list[Any] = [None] * len(sent)
+    for is_whole in (False, True):  # whose averages are different reductions
+        some = [i for i, (x, _) in enumerate(sent) if x.dtype.is_integer == is_whole]
+        called, after = reduction_of(op, factors[1], size(call[1]), is_whole)
+        results = reduce([scaled(sent[i][0], factors[0], is_whole) for i in some], called) if some else []
+        for i, result in zip(some, results, strict=True):
+            found[i] = compressor.decompress(scaled(result, after, is_whole), sent[i][1])
+    return found
 
 
 def _check_has_gradient(kind: str, op: Op) -> None:
@@ -264,51 +311,56 @@ def _any_rows(tensor: Any) -> Any:
 
 
 def _differentiable(
-    kind: str,
+    collective: host.Collective,
     call: Call,
-    collective: Callable[..., Any],
     inputs: list[Any],
     results: list[tuple[Any, Any]],
-    gradient: Callable[[Any, Any], Any],
-) -> Any:
-    """A `_host_call` that passes gradients to its first input.
+    gradient: Callable[[list[Any], list[Any], list[Any]], list[Any]],
+    others: Sequence[Any] = (),
+) -> list[Any]:
+    """A `_host_call` that passes gradients to its inputs.
 
     Args:
-        kind, call, collective, inputs, results: as for `_host_call`.
-        gradient: the gradient of the first input, from that of the first result and from all results.
+        collective, call, inputs, results: as for `_host_call`.
+        gradient: the gradients of inputs, from those of their results, from these inputs, and from all results.
+        others: further inputs, which get no gradient.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def operation(x: Any) -> tuple[Any, Callable[..., Any]]:
-        found = _host_call(kind, call, collective, [x, *inputs[1:]], results)
-        return found, lambda *upstream: gradient(tf.convert_to_tensor(upstream[0]), found)
+    def operation(*xs: Any) -> tuple[list[Any], Callable[..., Any]]:
+        found = _host_call(collective, call, [*xs, *others], results)
 
-    return operation(inputs[0])
+        def backward(*upstream: Any) -> list[Any]:
+            some = [i for i, x in enumerate(xs) if x.dtype.is_floating or x.dtype.is_complex]
+            own = [tf.convert_to_tensor(upstream[i]) for i in some]
+            gradients = dict(zip(some, gradient(own, [xs[i] for i in some], found) if some else (), strict=True))
+            return [gradients.get(i) for i in range(len(xs))]
+
+        return found, backward
+
+    found: list[Any] = operation(*inputs) if inputs else []
+    return found
 
 
-def _host_call(
-    kind: str, call: Call, collective: Callable[..., Any], inputs: list[Any], results: list[tuple[Any, Any]]
-) -> Any:
+def _host_call(collective: host.Collective, call: Call, inputs: list[Any], results: list[tuple[Any, Any]]) -> list[Any]:
     """Call a collective on the host, now or whenever the `tf.function` that is being traced runs.
 
     Args:
-        kind: of the operation.
-        call: its name, and its process set.
-        collective: called with arrays, and the group.
+        collective: to call.
+        call: the operation's name, and its process set.
         inputs: tensors.
         results: dtype and shape of each result.
     """
     reject_inside_xla(
-        f"hvd.{kind}", "Call it outside that function: in one without jit_compile=True, which may call compiled ones."
+        f"hvd.{collective.kind}",
+        "Call it outside that function: in one without jit_compile=True, which may call compiled ones.",
     )
     connect()
 
     def run(*arrays: np.ndarray[Any, Any]) -> Any:
-        found = collective(*arrays, group=begin(kind, *call))
-        return [np.asarray(one) for one in (found if isinstance(found, tuple) else (found,))]
+        return [np.asarray(one) for one in collective.run(call, arrays)]
 
     with restore_exceptions():
         found = tf.numpy_function(capture_exceptions(run), inputs, [dtype for dtype, _ in results])
     pairs = zip(tf.nest.flatten(found), results, strict=True)
-    shaped = tuple(tf.ensure_shape(one, shape) for one, (_, shape) in pairs)
-    return shaped if len(shaped) > 1 else shaped[0]
+    return [tf.ensure_shape(one, shape) for one, (_, shape) in pairs]

@@ -12,12 +12,15 @@ from ring_plugins.horovod import basics
 from ring_plugins.horovod.basics import *  # noqa: F403 - Horovod has these names in every module
 from ring_plugins.horovod.common.process_sets import set_of
 from ring_plugins.horovod.common.util import num_rank_is_power_2
-from ring_plugins.horovod.tensorflow import collectives
+from ring_plugins.horovod.tensorflow import collectives, host
 from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all its public functions are Horovod's
+from ring_plugins.horovod.tensorflow.joined import join
 
 __all__ = [
     "check_num_rank_power_of_2",
     "handle_average_backwards_compatibility",
+    "init",
+    "join",
     "local_rank_op",
     "local_size_op",
     "process_set_included_op",
@@ -28,6 +31,13 @@ __all__ += basics.__all__ + collectives.__all__
 
 
 check_num_rank_power_of_2 = num_rank_is_power_2
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
+    """Join the job; see `ring_plugins.horovod.basics.init`."""
+    basics.init(comm, process_sets)
+    if (operations := host.follow_names()) is not None:
+        operations.prepare()
 
 
 def handle_average_backwards_compatibility(op: Any, average: bool | None) -> Any:

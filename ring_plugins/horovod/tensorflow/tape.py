@@ -195,6 +195,11 @@ def _exchange_for(variables: dict[int, Any], settings: tuple[Any, bool, Group | 
     return _exchanges[key]
 
 
+def exchanges_of_all() -> list[Any]:
+    """The exchanges of TensorFlow of tapes of all ranks, in the order in which they were made."""
+    return [exchange for key, exchange in _exchanges.items() if key[2] is None]
+
+
 def prepare_tape(variables: Iterable[Any]) -> None:
     """Make now what a tape with default arguments needs for these variables; collective, or in a process to join."""
     _exchange_for(dict(enumerate(variables)), (check_compression(Compression.none), False, None))

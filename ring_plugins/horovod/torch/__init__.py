@@ -214,7 +214,7 @@ def join(device: Any = -1) -> int:  # type: ignore[no-redef]
     At the end, weights and optimizers are those of a rank that came last.
 
     Args:
-        device: has no effect.
+        device: number of the GPU for zeros in operations on GPUs; by default the one that was used last.
 
     Returns:
         The rank that came last.
@@ -223,7 +223,8 @@ def join(device: Any = -1) -> int:  # type: ignore[no-redef]
         MismatchError: between hosts, another rank is in an operation without a name.
     """
     gc.collect()  # what the script has dropped is gone on all ranks then
-    follow_names()  # which a script that calls ring_plugins.init() has not begun
+    # A script that calls ring_plugins.init() has not begun it.
+    follow_names(device if isinstance(device, int) else -1)
     optimizers = [one for ref in _optimizers if (one := ref()) is not None and one.waits_in_join()]
     if not optimizers:
         return basics.join(device)

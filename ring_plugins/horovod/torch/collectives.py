@@ -20,10 +20,11 @@ from ring_plugins.horovod.torch.operations import (
     exchange,
     gathering,
     gathering_of_entries,
+    grouped_gathering,
     grouped_reduction,
     grouped_reduction_in_place,
+    grouped_scattering,
     scattering,
-    together,
 )
 
 told = partial(_told, by_name=True)
@@ -266,10 +267,8 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors."""
-    results: list[torch.Tensor] = together(
-        "grouped_allgather", [gathering(one, process_set) for one in tensors], process_set
-    ).run(name)
+    """`allgather` of several tensors as one operation."""
+    results: list[torch.Tensor] = grouped_gathering(tensors, process_set).run(name)
     return results
 
 
@@ -278,7 +277,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> Handle:
     """Begin a `grouped_allgather`, which passes no gradient."""
-    return together("grouped_allgather", [gathering(one, process_set) for one in tensors], process_set).start(name)
+    return grouped_gathering(tensors, process_set).start(name)
 
 
 @told
@@ -377,10 +376,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors; further arguments as there."""
+    """`reducescatter` of several tensors as one operation; further arguments as there."""
     sent, restore = _compressed(compression, tensors)
-    operations = [scattering(one, op, prescale_factor, postscale_factor, process_set) for one in sent]
-    results: list[torch.Tensor] = restore(together("grouped_reducescatter", operations, process_set).run(name))
+    operation = grouped_scattering(sent, op, prescale_factor, postscale_factor, process_set)
+    results: list[torch.Tensor] = restore(operation.run(name))
     return results
 
 
@@ -394,5 +393,4 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Begin a `grouped_reducescatter`, which passes no gradient."""
-    operations = [scattering(one, op, prescale_factor, postscale_factor, process_set) for one in tensors]
-    return together("grouped_reducescatter", operations, process_set).start(name)
+    return grouped_scattering(tensors, op, prescale_factor, postscale_factor, process_set).start(name)

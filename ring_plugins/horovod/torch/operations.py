@@ -8,9 +8,9 @@ which are those of the sum of all ranks' losses.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,14 @@ import torch
 import ring_plugins as ring
 import ring_plugins.torch as differentiable
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.collectives.validation import check_splits, rows_of
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import current
-from ring_plugins.horovod.basics import JOIN, Average, Sum, begin, op_of, reduction_of, scaled, size
+from ring_plugins.horovod.basics import Average, Sum, begin, op_of, reduction_of, scaled, size
 from ring_plugins.horovod.common.process_sets import group_of
-from ring_plugins.horovod.named import NamedOperations, operations_of
+from ring_plugins.horovod.named import NamedOperations, in_order_or_by_name, operations_of
 
 
 class Handle:
@@ -74,18 +74,15 @@ class Operation(NamedTuple):
 
     def run(self, name: str | None) -> Any:
         """Wait for the result."""
-        passes_gradient = any(map(_needs_gradient, self.tensors))
-        if name is not None and not passes_gradient and (operations := self._named()) is not None:
-            return self._begin(operations, name).wait()
-        try:
+        if any(map(_needs_gradient, self.tensors)):  # which passes where it has been computed
             return self.finish(*self.operate(True, begin(self.kind, name, self.process_set)))
-        except MismatchError as error:
-            # On one host, all ranks are in step after it, and make the call again as one that the joined take part in.
-            operations = self._named() if JOIN in str(error) and not passes_gradient else None
-            if operations is None:
-                raise
-            communicator_of(group_of(self.process_set)).check()
-            return self._begin(operations, f"call {next(operations.numbers)} after hvd.join").wait()
+        return in_order_or_by_name(
+            name,
+            self.process_set,
+            _rebuilt,
+            lambda: self.finish(*self.operate(True, begin(self.kind, name, self.process_set))),
+            lambda operations, name: self._begin(operations, name).wait(),
+        )
 
     def start(self, name: str | None) -> Handle:
         """Begin it."""
@@ -98,6 +95,7 @@ class Operation(NamedTuple):
 
     def _begin(self, operations: NamedOperations, name: str) -> Handle:
         devices = {tensor.device for tensor in self.tensors if tensor.is_cuda}
+        _zeros_on[:] = [*devices] or _zeros_on
         streams = [torch.cuda.current_stream(device) for device in devices]
 
         def run(group: Group) -> Sequence[Any]:
@@ -110,8 +108,18 @@ class Operation(NamedTuple):
         return Handle([work], lambda results: self.finish(*results))
 
 
-def follow_names() -> NamedOperations | None:
-    """Be ready to take part in named operations of all ranks as one that has joined."""
+#: The GPU where a rank that has joined has its zeros for operations on GPUs.
+_zeros_on: list[torch.device] = []
+
+
+def follow_names(gpu: int = -1) -> NamedOperations | None:
+    """Be ready to take part in named operations of all ranks as one that has joined.
+
+    Args:
+        gpu: where to have zeros for those on GPUs; by default that of the last one, or the current GPU.
+    """
+    if gpu >= 0:
+        _zeros_on[:] = [torch.device("cuda", gpu)]
     return operations_of(current().communicator.ranks, _rebuilt)
 
 
@@ -126,7 +134,10 @@ def _rebuilt(call: dict[str, Any]) -> Callable[[Group], Sequence[Any]] | None:
     if not call.get("joins"):
         return None
     op = next(op for op in Op if op.name == call["op"])
-    zeros = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape, device in call["tensors"]]
+    zeros = [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=_zeros_on[0] if _zeros_on and on == "cuda" else on)
+        for dtype, shape, on in call["tensors"]
+    ]
     before, after = call["before"], call["after"]
     if call["kind"] == "grouped_allreduce":
         operation = grouped_reduction(zeros, op, before, after, None)
@@ -141,23 +152,6 @@ def _described(tensors: Sequence[torch.Tensor], rows_differ: bool = False) -> li
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)[rows_differ:], tensor.device.type]
         for tensor in tensors
     ]
-
-
-def together(kind: str, operations: Sequence[Operation], process_set: Any) -> Operation:
-    """Several operations as one, which gives the list of their results."""
-    lengths: list[int] = []
-
-    def operate(wait: bool, group: Group | None) -> Sequence[Any]:
-        parts = [one.operate(wait, group) for one in operations]
-        lengths[:] = map(len, parts)
-        return [work for part in parts for work in part]
-
-    def finish(*results: Any) -> list[Any]:
-        left = iter(results)
-        return [one.finish(*islice(left, n)) for one, n in zip(operations, lengths, strict=True)]
-
-    tensors = [tensor for one in operations for tensor in one.tensors]
-    return Operation(kind, process_set, {"parts": [one.call for one in operations]}, tensors, operate, finish)
 
 
 class _Reduction(NamedTuple):
@@ -230,36 +224,60 @@ def all_reduction_in_place(tensor: torch.Tensor, op: Op, before: float, after: f
 def grouped_reduction(
     tensors: Sequence[torch.Tensor], op: Op, before: float, after: float, process_set: Any
 ) -> Operation:
-    """One all-reduce for the tensors of a dtype and device, which are laid one behind the other."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    """One all-reduce for the tensors of a dtype, which are laid one behind the other."""
     hows = [_Reduction.of(tensor, op, before, after, size(process_set)) for tensor in tensors]
-    for i, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(i)
-    shapes = zlib.crc32(repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]).encode())
+    kinds = _by_dtype(tensors)
 
     def operate(wait: bool, group: Group | None) -> Sequence[Any]:
-        if len({device for _, device in kinds}) > 1:
-            raise ArgumentError("tensors of one group are on several devices; make a group for each.")
-        with purpose(f"grouped_allreduce of {len(tensors)} tensors ({shapes:08x})"):
+        with _one_group("grouped_allreduce", tensors):
             return [
                 part
-                for indices in kinds.values()
+                for indices in kinds
                 for part in all_reduction(
                     torch.cat([tensors[i].reshape(-1) for i in indices]), hows[indices[0]].op, before, 1.0, process_set
                 ).operate(wait, group)
             ]
 
     def finish(*flat: torch.Tensor) -> list[torch.Tensor]:
-        results: list[Any] = [None] * len(tensors)
-        for values, indices in zip(flat, kinds.values(), strict=True):
-            parts = torch.split(values, [tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                own = part.clone() if part.requires_grad else part  # torch lets nobody change one of several views
-                results[i] = hows[i].end(own.view(tensors[i].shape))
-        return results
+        return [how.end(own) for how, own in zip(hows, _taken_apart(flat, kinds, tensors), strict=True)]
 
     call = hows[0].call(op, tensors) if hows else {}
     return Operation("grouped_allreduce", process_set, call, tensors, operate, finish)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of the tensors of each dtype."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype, []).append(i)
+    return list(kinds.values())
+
+
+@contextlib.contextmanager
+def _one_group(kind: str, tensors: Sequence[torch.Tensor], rows_differ: bool = False) -> Iterator[None]:
+    """Let the ranks compare dtypes and shapes of the tensors in the collectives of this block.
+
+    Raises:
+        ArgumentError: the tensors are on several devices.
+    """
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ArgumentError("tensors of one group are on several devices; make a group for each.")
+    shapes = zlib.crc32(repr([(tuple(one.shape)[rows_differ:], str(one.dtype)) for one in tensors]).encode())
+    with purpose(f"{kind} of {len(tensors)} tensors ({shapes:08x})"):
+        yield
+
+
+def _taken_apart(
+    flat: Sequence[torch.Tensor], kinds: Sequence[Sequence[int]], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What lies one behind the other, by `_by_dtype`, in the shapes of these tensors."""
+    results = list(tensors)
+    for values, indices in zip(flat, kinds, strict=True):
+        counts = [tensors[i].numel() for i in indices]
+        for i, part in zip(indices, torch.split(values[: sum(counts)], counts), strict=True):
+            own = part.clone() if part.requires_grad else part  # torch lets nobody change one of several views
+            results[i] = own.view(tensors[i].shape)
+    return results
 
 
 def grouped_reduction_in_place(
@@ -286,6 +304,39 @@ def gathering(tensor: torch.Tensor, process_set: Any) -> Operation:
 
     call = {"tensors": _described([tensor], rows_differ=True)}
     return Operation("allgather", process_set, call, [tensor], operate, torch.as_tensor)
+
+
+def grouped_gathering(tensors: Sequence[torch.Tensor], process_set: Any) -> Operation:
+    """One all-gather for the tensors of a dtype, and one that tells how many rows each rank has of which tensor."""
+    kinds = _by_dtype(tensors)
+
+    def operate(wait: bool, group: Group | None) -> Sequence[Any]:
+        with _one_group("grouped_allgather", tensors, rows_differ=True):
+            rows = torch.tensor([len(one) if one.dim() else 1 for one in tensors], dtype=torch.int64, device="cpu")
+            return [
+                ring.all_gather(rows, wait=wait, group=group),
+                *(
+                    part
+                    for indices in kinds
+                    for part in gathering(torch.cat([tensors[i].reshape(-1) for i in indices]), process_set).operate(
+                        wait, group
+                    )
+                ),
+            ]
+
+    def finish(rows: torch.Tensor, *flat: torch.Tensor) -> list[torch.Tensor]:
+        by_rank = rows.view(size(process_set), len(tensors)).tolist()
+        results = list(tensors)
+        for values, indices in zip(flat, kinds, strict=True):
+            shapes = [(of_rank[i], *tensors[i].shape[1:]) for of_rank in by_rank for i in indices]
+            parts = torch.split(values, [math.prod(shape) for shape in shapes])
+            for place, i in enumerate(indices):
+                which = range(place, len(parts), len(indices))
+                results[i] = torch.cat([parts[number].view(shapes[number]) for number in which])
+        return results
+
+    call = {"tensors": _described(tensors, rows_differ=True)}
+    return Operation("grouped_allgather", process_set, call, tensors, operate, finish)
 
 
 def broadcasting(tensor: torch.Tensor, root: int, in_place: bool, process_set: Any) -> Operation:
@@ -327,7 +378,10 @@ def exchange(tensor: torch.Tensor, splits: Any, process_set: Any) -> Operation:
         ]
 
     call = {"tensors": _described([tensor], rows_differ=True)}
-    return Operation("alltoall", process_set, call, [tensor], operate, lambda rows, received: (rows, received))
+    device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
+    return Operation(
+        "alltoall", process_set, call, [tensor], operate, lambda rows, received: (rows, received.to(device))
+    )
 
 
 def scattering(tensor: torch.Tensor, op: Op, before: float, after: float, process_set: Any) -> Operation:
@@ -349,6 +403,37 @@ def scattering(tensor: torch.Tensor, op: Op, before: float, after: float, proces
     return Operation(
         "reducescatter", process_set, how.call(op, [tensor]) | {"joins": False}, [tensor], operate, how.end
     )
+
+
+def grouped_scattering(
+    tensors: Sequence[torch.Tensor], op: Op, before: float, after: float, process_set: Any
+) -> Operation:
+    """One reduce-scatter for the tensors of a dtype: of rows of equal length, each of which holds what a rank gets."""
+    kinds, ranks = _by_dtype(tensors), size(process_set)
+    own = communicator_of(group_of(process_set)).rank
+    hows = [_Reduction.of(tensor, op, before, after, ranks) for tensor in tensors]
+    for tensor in tensors:
+        scattering(tensor, op, before, after, process_set)  # raises what it would
+
+    def row(indices: Sequence[int], rank: int) -> torch.Tensor:
+        return torch.cat([torch.tensor_split(tensors[i], ranks)[rank].reshape(-1) for i in indices])
+
+    def operate(wait: bool, group: Group | None) -> Sequence[Any]:
+        with _one_group("grouped_reducescatter", tensors):
+            found: list[Any] = []
+            for indices in kinds:
+                rows = [row(indices, rank) for rank in range(ranks)]  # the first is the longest
+                packed = torch.stack([torch.nn.functional.pad(one, (0, len(rows[0]) - len(one))) for one in rows])
+                found += scattering(packed, hows[indices[0]].op, before, 1.0, process_set).operate(wait, group)
+            return found
+
+    def finish(*flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.tensor_split(tensor.detach(), ranks)[own] for tensor in tensors]
+        found = _taken_apart([values.view(-1) for values in flat], kinds, parts)
+        return [how.end(one) for how, one in zip(hows, found, strict=True)]
+
+    call = (hows[0].call(op, tensors) if hows else {}) | {"joins": False}
+    return Operation("grouped_reducescatter", process_set, call, tensors, operate, finish)
 
 
 def gathering_of_entries(tensor: torch.Tensor, reduction: Op, process_set: Any) -> Operation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -50,6 +51,7 @@ class Exchange(backends.Exchange):
         self.communicator = members(settings.group).new_communicator(settings.name)
         self.buckets: HostBuckets | tensorflow_device.DeviceBuckets | None = None
         self._sparse: list[int] = []
+        self._variables = [weakref.ref(variable) for variable in variables]
         self._call = tf.numpy_function
         if connect().replaces:
             self.buckets = self._plan()
@@ -73,6 +75,16 @@ class Exchange(backends.Exchange):
             if i in gradients:
                 averages[i] = _average_sparse(gradients[i], self.communicator, self.buckets)
         return averages
+
+    @property
+    def host_buckets(self) -> HostBuckets | None:
+        """What averages all of the gradients, if they are dense and go through the host."""
+        return self.buckets if isinstance(self.buckets, HostBuckets) and not self._sparse else None
+
+    @property
+    def variables(self) -> list[Any]:
+        """As given, those that the script still has."""
+        return [variable for ref in self._variables if (variable := ref()) is not None]
 
     def _plan(self) -> HostBuckets | tensorflow_device.DeviceBuckets:
         """Create the buckets: on the GPUs if requested, unless compression is used, which rounds on the host."""
