@@ -1,7 +1,7 @@
 """A launcher that only exports torchrun's variables: `python exported.py RANKS SCRIPT ARGUMENT...`.
 
 torchrun and the ranks that meet through its store import torch, four seconds of CPU for two ranks. Tests of virtual
-nodes, and of ranks that nobody of ours has started, need the variables only.
+nodes, and of ranks that nobody of ours has started, need the variables only. With TEST_MORTAL, ranks outlive others.
 """
 
 import os
@@ -20,7 +20,8 @@ def main() -> int:
         subprocess.Popen([sys.executable, *script], env={**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)})
         for i in range(int(ranks))
     ]
-    while None in (codes := [process.poll() for process in started]) and not any(codes):
+    is_mortal = "TEST_MORTAL" in os.environ
+    while None in (codes := [process.poll() for process in started]) and (is_mortal or not any(codes)):
         time.sleep(0.1)
     for process in started:
         process.terminate()  # nothing happens to those that have ended; one that has failed ends the others

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.errors import ArgumentError, name_ranks
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.member import Members, Topology
 from ring_plugins.core.collectives.api import Activity, Communicator, Statistics
 from ring_plugins.core.collectives.host import Gather, HostCommunicator
 from ring_plugins.core.collectives.pair_executor import PairExecutor
-from ring_plugins.core.collectives.recovery import JobRecovery
+from ring_plugins.core.collectives.recovery import HostRecovery, JobRecovery
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -87,6 +88,7 @@ class Communicators:
         check_gather: Callable[[], object] = lambda: None,
         executor: PairExecutor | None = None,
         within: Communicator[Any] | None = None,
+        within_host: HostRecovery | None = None,
     ) -> Communicator:
         """A new communicator, whose operations have an order of their own; all members call this.
 
@@ -97,6 +99,7 @@ class Communicators:
             check_gather: raises if a member has been interrupted in `gather`, and does not come.
             executor: on whose thread the members meet; by default a new one.
             within: a communicator of the members, by default that of all ranks.
+            within_host: how the members, of one host, go on without asking others; by default as those of `within`.
 
         Raises:
             ArgumentError: `ranks` are not distinct ranks of this job.
@@ -106,14 +109,17 @@ class Communicators:
         members = self.members.ranks if ranks is None else tuple(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(self.members.ranks):
             raise ArgumentError(f"ranks={list(members)} are not distinct ranks of a job of {size}.")
-        if len(members) != size and (within is None or members != within.ranks):  # else `within` was not refused
+        if within_host is None and isinstance(within, HostCommunicator):
+            within_host = within.within_host
+        is_refused = within_host is None and (within is None or members != within.ranks)
+        if len(members) != size and is_refused:  # else `within` was not
             self.refuse_to_recover(f"{name}, a group of some ranks,")
         if gather is None and within is None and len(members) != size:
             raise ArgumentError(
                 f"ranks={list(members)} are only some of the job's {size}; pass gather, which exchanges "
                 "payloads among them."
             )
-        if len(members) == 1 and not self.replaces:
+        if len(members) == 1 and (isinstance(within, SingleCommunicator) or not self.replaces):
             communicator: Communicator = SingleCommunicator(name, members[0])
         else:
             if gather is None:
@@ -130,7 +136,7 @@ class Communicators:
                     self._transport,
                     check_gather,
                     executor,
-                    self._recovery,
+                    within_host or self._recovery,
                 )
             if made.recovers:
                 self._recovering[self.made] = made
@@ -142,6 +148,23 @@ class Communicators:
             self._communicators[self.made] = communicator
             self._statistics.append(communicator.statistics)
             self.made += 1
+
+    def recovery_within_host(self) -> HostRecovery:
+        """How communicators of some ranks of this host go on, which are made with this, or within those that are."""
+        assert self._recovery is not None
+        recovery, mesh = self._recovery, self._mesh()
+        assert mesh is not None
+        return HostRecovery(recovery, lambda: self.members.view, mesh.dead, self._keep_within_host)
+
+    def _keep_within_host(self, recovery: HostRecovery, lost: Sequence[int], view: int, losses: int) -> None:
+        left: tuple[int, ...] = ()
+        for communicator in self.recovering_communicators().values():
+            if communicator.within_host is recovery:
+                communicator.keep(left := tuple(sorted({*communicator.ranks} - {*lost})), view, losses)
+        mesh = self._mesh()
+        if lost and mesh is not None and self.members.own == left[0]:
+            found = mesh.members_lost(lost)
+            logger.warning(f"{found} Its host goes on with {name_ranks(left)}, and tells the others later.")
 
     def refuse_to_recover(self, what: str) -> None:
         """Reject what would not survive the loss of a rank, in a job that is to go on after one.
@@ -182,6 +205,8 @@ class Communicators:
             MismatchError: the ranks have different releases of NCCL.
         """
         host = self.new_communicator(name, ranks, gather, within=within)
+        if isinstance(host, HostCommunicator) and host.within_host is not None:
+            self.refuse_to_recover(f"{name} on several GPUs of a host, while hosts exchange weights,")
         wait = Wait(name, self.failure_detector)
         choose_interface()
         with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):

@@ -49,7 +49,7 @@ class Group:
 
     Raises:
         ArgumentError: `ranks` are not distinct ranks of the job; or some ranks only, with `on_failure="continue"` or
-            "replace", which groups do not support.
+            "replace", which groups of scripts do not support.
         NotInitialized: `init()` has not been called.
         RingError: this process was forked from a rank.
         PeerFailed: another member is gone.
@@ -68,8 +68,15 @@ class Group:
         if world.recovers and given == (*range(world.topology.size),) and not purpose:
             self._communicator = world.new_communicator(self.name)
             return
-        if world.recovers and purpose and given == (world.topology.rank,):  # which loses nobody
-            self._communicator = SingleCommunicator(self.name, world.world_rank)
+        if world.recovers and purpose:  # of ranks that no other host waits for
+            told = partial(_gathered_by_all, world.communicator, world_ranks)
+            if len(given) == 1:  # which gathers nothing, while the others do
+                told(None)
+                self._communicator = SingleCommunicator(self.name, world.world_rank)
+                return
+            self._communicator = world.new_communicator(
+                self.name, world_ranks, told, within=world.communicator, within_host=world.recovery_within_host()
+            )
             return
         world.refuse_to_recover("ring_plugins.Group, unless of all ranks in order,")
         if world.topology.rank in given:
@@ -234,6 +241,12 @@ def communicator_of(group: Group | None) -> Communicator:
             "library's group by ring_plugins.Group.of(group)."
         )
     return group.communicator
+
+
+def _gathered_by_all(communicator: Communicator[Any], ranks: Sequence[int], item: Any) -> list[Any]:
+    """What these ranks offer, while all others offer something to their own."""
+    told = dict(zip(communicator.ranks, communicator.all_gather_object(item), strict=True))
+    return [told[rank] for rank in ranks if rank in told]
 
 
 def root_in(root: int, communicator: Communicator[Any], world: World) -> int:

@@ -35,6 +35,7 @@ from ring_plugins.core.arrays.memory import host_memory
 from ring_plugins.core.base.errors import ArgumentError, DriftError
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.observe.consistency import (
     SWITCH,
@@ -350,7 +351,15 @@ class RecoveryCheck:
         self._communicator = communicator
         self._job = current()
         self._job.elastic.averages = True
-        self._view, self._to_compare = self._job.elastic.view, 0
+        within_host = communicator.within_host if isinstance(communicator, HostCommunicator) else None
+        #: Whether passes tell all ranks of the job what one of them tells, and not only those of this host.
+        self.tells_all = within_host is None
+        self._within_host = within_host
+        self._seen, self._to_compare = self._changes(), 0
+
+    def _changes(self) -> tuple[int, int]:
+        """How often the ranks of the job have changed, and those of this host besides."""
+        return self._job.elastic.view, 0 if self._within_host is None else self._within_host.losses
 
     def begin_pass(self) -> bool:
         """Refuse to average before this process has joined the others; returns whether it wants ranks to change.
@@ -377,13 +386,13 @@ class RecoveryCheck:
         Raises:
             DriftError: on all ranks, if they differ. Not if RING_WEIGHT_CHECK=0.
         """
-        view = self._job.elastic.view
-        if view != self._view:
-            self._view, self._to_compare = view, _AFTER_CHANGE
+        if (changes := self._changes()) != self._seen:
+            self._seen, self._to_compare = changes, _AFTER_CHANGE
         if not self._to_compare:
             return
         self._to_compare -= 1
         trained = [(name, p.grad) for name, p in named if p.requires_grad]
         averages = [(f"the gradient of {name}", average) for name, average in trained if average is not None]
         check_equal_after_losses(lambda: parameter_checksums([*named, *averages]), self._communicator)
-        self._job.elastic.tell_changes()
+        if self.tells_all:
+            self._job.elastic.tell_changes()

@@ -500,7 +500,8 @@ class GradientAverager:
             Whether the membership changes now: a rank leaves, or a process joins.
         """
         # What a group has averaged tells nothing if others are averaged among more ranks, which would not know yet.
-        tells_all = self._recovery is not None or self.communicator.size >= self._elastic.widest
+        is_wide = self.communicator.size >= self._elastic.widest
+        tells_all = self._recovery.tells_all if self._recovery is not None else is_wide
         wants_change = self._elastic.wants_change if self._recovery is None else self._recovery.begin_pass()
         buckets.wants_change = tells_all and wants_change
         at_once = self.skipping.step is not None or not buckets.is_ordered or self.checks.is_due or self.is_joined

@@ -49,6 +49,8 @@ class LocalUpdates(DistributedOptimizer):
             change for a gradient of SGD with Nesterov's momentum; "nesterov" is (0.9, 0.6). A momentum m needs about
             10 / (1 - m) exchanges.
         fragments: parts of the weights that take turns, so that fewer bytes go at once; a divisor of `every`.
+        delay: steps that go on while an exchange travels. A rank takes its result that many steps after it has begun,
+            and keeps what it has learned meanwhile; less than `every` / `fragments`. 0 waits for each exchange.
         compression: "int8", "bf16" or "fp16" sends fewer bits between hosts, as for `GradientAverager`.
         error_feedback: whether the rounding error of an exchange is added to the next; None: with "int8" only.
         within_host: False lets each rank take steps of its own, on one host too.
@@ -59,7 +61,7 @@ class LocalUpdates(DistributedOptimizer):
 
     Raises:
         ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure="replace"`, or
-            "continue" on several hosts where ranks of one average every step.
+            "continue" and several GPUs on one of several hosts.
         MismatchError: arguments or parameters differ among ranks.
     """
 
@@ -74,6 +76,7 @@ class LocalUpdates(DistributedOptimizer):
         every: int | str = 64,
         outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
         fragments: int = 1,
+        delay: int = 0,
         compression: CodecName | None = None,
         error_feedback: bool | None = None,
         within_host: bool = True,
@@ -87,10 +90,13 @@ class LocalUpdates(DistributedOptimizer):
     ) -> None:
         members = communicator_of(group)
         with constructed_by_all("the construction of LocalUpdates", members):
+            current().elastic.widest = max(current().elastic.widest, members.size)  # so no host leaves by itself
             if current().replaces:
                 current().refuse_to_recover('LocalUpdates ("continue" works)')
-            current().elastic.widest = max(current().elastic.widest, members.size)  # so no host leaves by itself
-            settings = Settings.checked(every, outer, fragments, Compression.named(compression, error_feedback), steps)
+            codec = Compression.named(compression, error_feedback)
+            settings = Settings.checked(every, outer, fragments, codec, steps, delay=delay)
+            if delay:
+                current().refuse_to_recover(f"LocalUpdates(delay={delay})")
             if not isinstance(optimizer, Optimizer):
                 raise ArgumentError(f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer.")
             self._buffers = floating_buffers(named_parameters) if isinstance(named_parameters, nn.Module) else {}
@@ -241,6 +247,8 @@ class BetweenHosts(OuterSteps):
         team: the ranks that do, among them this one.
     """
 
+    _is_closed = False
+
     def __init__(
         self,
         settings: Settings,
@@ -253,20 +261,18 @@ class BetweenHosts(OuterSteps):
         number = own.node_rank if within_host else own.rank
         communicator = (group or current()).new_communicator("local updates")
         try:
+            settings = settings._replace(within_host=within_host)
             super().__init__(settings, communicator, number, described, planned)
             if communicator.recovers:
-                if 1 < self.teams < communicator.size:  # groups of some ranks do not go on without one of them
-                    current().refuse_to_recover(
-                        "LocalUpdates on several hosts, of which some have several ranks, unless within_host=False,"
-                    )
                 current().elastic.averages = True  # exchanges tell who is to leave
-                is_alone = self.teams > 1
-                self.team = Group([own.rank], purpose="local updates") if is_alone else Group(range(own.size))
+                self.team = Group(self.mates, purpose="local updates" if self.teams > 1 else "")
             else:
                 self.team = Group.split(number, group=group)
         except BaseException:
             communicator.close()
             raise
+        self._elastic = current().elastic
+        self._elastic.exchanges += not self.is_idle  # else passes tell
 
     def start(self, named: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]) -> None:
         """Take the weights for the anchor, unless that was done: before the first step, so a script may load others.
@@ -284,16 +290,15 @@ class BetweenHosts(OuterSteps):
         self.begin(FlatWeights([parameter for _, parameter in named], [*buffers.values()]))
         averages_seldom()
 
-    def wants_change(self) -> bool:
-        return self._communicator.recovers and current().elastic.wants_change
+    def wants_change(self) -> int:
+        return int(self._elastic.wants_change)
 
-    def follow_changes(self, wanted: bool) -> None:
-        if self._communicator.recovers:
-            elastic = current().elastic
-            if wanted:
-                elastic.change_members()
-            if elastic.changes.untold:
-                elastic.tell_changes()
+    def follow_changes(self, wanted: int) -> bool:
+        if wanted:
+            self._elastic.change_members()
+        if self._elastic.changes.untold:
+            self._elastic.tell_changes()
+        return self._elastic.is_ending
 
     def saved(self) -> dict[str, Any]:
         """`state` with tensors, which torch.load takes."""
@@ -311,6 +316,9 @@ class BetweenHosts(OuterSteps):
 
     def close(self) -> None:
         """End the communication of both levels."""
+        if not self._is_closed:
+            self._elastic.exchanges -= not self.is_idle
+        self._is_closed = True
         self._communicator.close()
         self.team.close()
 

@@ -1,7 +1,8 @@
 """Local updates of which ranks are lost, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
 
 TEST_OPTIONS are those of the optimizer. At the point "SIGTERM" a rank gets that signal in the step, and leaves at the
-next exchange. A "barrier" is one of those of exchanges of weights from that step on: local steps have none.
+next exchange. A "barrier" is one from the backward of that step on; where no host has several ranks, only exchanges of
+weights have some.
 """
 
 from tests.campaigns.light_torch import import_torch
@@ -48,7 +49,7 @@ def main() -> None:
     ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="continue", min_ranks=int(os.environ["TEST_MIN"]))
     me = ring.rank()
     step_of_death, point = json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
-    model, history, changes, step = network(), list[Any](), list[Any](), 0
+    model, history, changes, teams, step = network(), list[Any](), list[Any](), list[Any](), 0
     optimizer = LocalUpdates(optimizer_of(model), model, **json.loads(os.environ["TEST_OPTIONS"]))
     outer, exchange = optimizer._outer, OuterSteps._exchange
 
@@ -69,8 +70,11 @@ def main() -> None:
 
     for step in range(STEPS):
         optimizer.zero_grad()
+        if step == step_of_death and point.startswith("barrier"):
+            end_at(point)
         loss_of(model, step, me).backward()  # type: ignore[no-untyped-call, unused-ignore]
-        if step == step_of_death:
+        teams.append([*optimizer.averager.communicator.ranks])
+        if step == step_of_death and not point.startswith("barrier"):
             end_at(point)
         optimizer.step()
     step = STEPS
@@ -79,7 +83,9 @@ def main() -> None:
     optimizer.finish()
     assert current().world_ranks[ring.rank()] == me
     whole = outer.anchor.tobytes().hex()
-    report("found", {"anchor": outer.anchor.tolist(), "history": history, "changes": changes, "bits": whole}, me)
+    found = {"anchor": outer.anchor.tolist(), "history": history, "changes": changes, "bits": whole}
+    report("found", found, me)
+    report("teams", teams, me)
 
 
 if __name__ == "__main__":

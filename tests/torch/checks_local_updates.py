@@ -70,7 +70,7 @@ def local_updates(model, kind=torch.optim.SGD, lr=0.1, of="model", **options):
     optimizer.close()
 
 
-def simulated(kind, steps, every, outer=(1.0, 0.0), fragments=1, teams=None, lr=0.1):
+def simulated(kind, steps, every, outer=(1.0, 0.0), fragments=1, teams=None, lr=0.1, delay=0):
     """What one process computes that has a model for each host, and exchanges them as the docs say; fragments apart."""
     teams = HOSTS if teams is None else teams
     models = {team: network() for team in dict.fromkeys(teams)}
@@ -78,13 +78,26 @@ def simulated(kind, steps, every, outer=(1.0, 0.0), fragments=1, teams=None, lr=
     anchor = flat(network())
     velocity, lines = torch.zeros_like(anchor), -(-anchor.numel() // 8)
     cuts = [lines * i // fragments * 8 for i in range(fragments)] + [anchor.numel()]
-    turn = 0
+    turn, under_way = 0, []
+
+    def end_exchange(part, change, before):
+        velocity[part] = outer[1] * velocity[part] + change
+        anchor[part] += outer[0] * (change + outer[1] * velocity[part] if outer[1] else change)
+        for team, model in models.items():
+            whole = flat(model)
+            whole[part] += anchor[part] - before[team]
+            nn.utils.vector_to_parameters(whole.clone(), model.parameters())
+            for one in model.parameters():
+                one.data = one.data.clone()
+
     for step in range(steps):
         for team, model in models.items():
             optimizers[team].zero_grad()
             ranks = [rank for rank, its in enumerate(teams) if its == team]
             loss_of(model, torch.cat([batch(step, rank) for rank in ranks])).backward()
             optimizers[team].step()
+        if under_way and under_way[0][0] == step:
+            end_exchange(*under_way.pop()[1:])
         if (step + 1) % (every // fragments) == 0:
             part = slice(cuts[turn], cuts[turn + 1])
             turn = (turn + 1) % fragments
@@ -92,14 +105,11 @@ def simulated(kind, steps, every, outer=(1.0, 0.0), fragments=1, teams=None, lr=
                 sum(Counter(teams)[team] * flat(model)[part] for team, model in models.items()) / len(teams)
                 - anchor[part]
             )
-            velocity[part] = outer[1] * velocity[part] + change
-            anchor[part] += outer[0] * (change + outer[1] * velocity[part] if outer[1] else change)
-            for model in models.values():
-                whole = flat(model)
-                whole[part] = anchor[part]
-                nn.utils.vector_to_parameters(whole.clone(), model.parameters())
-                for one in model.parameters():
-                    one.data = one.data.clone()
+            before = {team: flat(model)[part] for team, model in models.items()}
+            if delay:
+                under_way.append((step + delay, part, change, before))
+            else:
+                end_exchange(part, change, before)
     return flat(models[teams[RANK]])
 
 
@@ -116,17 +126,20 @@ def every_step_with_sgd_is_synchronous_training():
 
 
 def all_ranks_compute_what_one_process_does():
-    for kind, every, outer, fragments in (
-        (torch.optim.SGD, 4, (1.0, 0.0), 1),
-        (torch.optim.Adam, 4, (0.9, 0.6), 1),
-        (torch.optim.Adam, 6, (0.7, 0.9), 3),
-        (torch.optim.SGD, 2, (1.0, 0.0), 2),
+    for kind, every, outer, fragments, delay in (
+        (torch.optim.SGD, 4, (1.0, 0.0), 1, 0),
+        (torch.optim.Adam, 4, (0.9, 0.6), 1, 0),
+        (torch.optim.Adam, 6, (0.7, 0.9), 3, 0),
+        (torch.optim.SGD, 2, (1.0, 0.0), 2, 0),
+        (torch.optim.Adam, 4, (0.9, 0.6), 1, 3),
+        (torch.optim.SGD, 6, (1.0, 0.0), 3, 1),
     ):
         model = network()
-        with local_updates(model, kind, every=every, outer=outer, fragments=fragments) as optimizer:
+        options = {"every": every, "outer": outer, "fragments": fragments, "delay": delay}
+        with local_updates(model, kind, **options) as optimizer:
             train(model, optimizer, 2 * every + 1)
             assert are_equal(model, [rank for rank in range(SIZE) if HOSTS[rank] == HOST])
-            expected = simulated(kind, 2 * every + 1, every, outer, fragments)
+            expected = simulated(kind, 2 * every + 1, every, outer, fragments, delay=delay)
             torch.testing.assert_close(flat(model), expected, rtol=1e-9, atol=1e-11)
             with optimizer.at_anchor():
                 assert are_equal(model) or (IS_ONE_HOST and optimizer.exchanges == 0)
@@ -350,6 +363,9 @@ def what_differs_among_ranks_is_named():
             rf"outer is \(1.0, 0.0\) on rank 0 and .* on rank {last}",
         ),
         ({"fragments": 1 if last > RANK else 2}, f"fragments is 1 on rank 0 and 2 {there}"),
+        ({"every": 64 if last > RANK else "30 s"}, f"every is 64 on rank 0 and 30s {there}"),
+        ({"delay": 0 if last > RANK else 2}, f"delay is 0 on rank 0 and 2 {there}"),
+        ({"within_host": last > RANK}, f"within_host is True on rank 0 and False {there}"),
         (
             {"compression": None if last > RANK else "int8"},
             f"compression is None on rank 0 and .*int8.* on rank {last}",

@@ -1,5 +1,6 @@
 """Local updates: `checks_local_updates.py` on several ranks, and what one process can see."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -57,8 +58,12 @@ def test_nobody_warns_of_steps_without_averages():
     assert "averaged" not in result.output
 
 
-def replayed(history, ranks, outer):
-    """The anchor of one process that has a model for each rank, and averages those that took part in each exchange."""
+def replayed(history, ranks, outer, teams):
+    """The anchor of one process that has a model for each rank, and averages those that took part in each exchange.
+
+    Args:
+        teams: by rank, whose gradients were averaged in each step.
+    """
     models = [network() for _ in range(ranks)]
     flats = [FlatWeights([*model.parameters()], [*floating_buffers(model).values()]) for model in models]
     optimizers = [optimizer_of(model) for model in models]
@@ -68,7 +73,10 @@ def replayed(history, ranks, outer):
     for step in range(STEPS + 1):
         for rank in range(ranks) if step < STEPS else ():
             optimizers[rank].zero_grad()
-            loss_of(models[rank], step, rank).backward()
+            team = teams[rank][step] if step < len(teams[rank]) else [rank]
+            for other in team:
+                with statistics_as_they_are(models[rank], other == rank):
+                    (loss_of(models[rank], step, other) / len(team)).backward()
             optimizers[rank].step()
         for _, (start, middle, end), since in (one for one in history if one[0] == step):
             own = {int(rank): np.empty(end - start) for rank in since}
@@ -84,6 +92,16 @@ def replayed(history, ranks, outer):
     return anchor
 
 
+@contextlib.contextmanager
+def statistics_as_they_are(model, are_own):
+    """Inside the context, batches of other ranks leave a rank's statistics alone."""
+    kept = [one.clone() for one in model.buffers()]
+    yield
+    for buffer, before in zip(model.buffers(), kept, strict=True):
+        if not are_own:
+            buffer.copy_(before)
+
+
 def on_one_host(env):
     return run_ranks(RECOVERY, 3, env=env, timeout=120)
 
@@ -93,12 +111,17 @@ def lose(deaths, run=on_one_host, ranks=3, **options):
     options = {"every": 4, **options}
     result = run({"TEST_DEATHS": json.dumps(deaths), "TEST_OPTIONS": json.dumps(options), "TEST_MIN": "1"})
     left = [rank for rank in range(ranks) if rank not in deaths]
+    assert {*left} <= result.reports.keys(), str(result)
     found = [result.reports[rank]["found"] for rank in left]
     assert all(one == found[0] for one in found), str(result)
     history, changes = found[0]["history"], found[0]["changes"]
     outer = {"average": (1.0, 0.0), "nesterov": (0.9, 0.6)}[options.get("outer", "average")]
+    teams = [result.reports.get(rank, {}).get("teams", []) for rank in range(ranks)]
+    for rank in deaths:  # as its mates had it
+        mates = [other for other in left if teams[other] and rank in teams[other][0]]
+        teams[rank] = [team for team in teams[mates[0]] if rank in team] if mates else []
     if "compression" not in options and (run is not on_one_host or "within_host" in options):
-        np.testing.assert_allclose(found[0]["anchor"], replayed(history, ranks, outer), rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(found[0]["anchor"], replayed(history, ranks, outer, teams), rtol=1e-9, atol=1e-11)
     assert all(set(map(str, left)) <= since.keys() for _, _, since in history)
     for rank, (last, point) in deaths.items():
         there = [str(rank) in since for _, _, since in history]
@@ -126,6 +149,78 @@ def test_ranks_of_one_host_may_be_killed_in_a_round(deaths, options):
     lose(deaths, **options)
 
 
+def on_hosts(nodes):
+    sizes = [int(one) for one in nodes.split(",")]
+    return sum(sizes), lambda env: run_ranks(
+        *(RECOVERY, sum(sizes), "exported"),
+        env={**env, "RING_VIRTUAL_NODES": nodes, "TEST_MORTAL": "1"},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "deaths", "options"),
+    [
+        ("2,2", {0: [5, "dies"]}, {}),
+        ("2,2", {1: [5, "barrier 1 in"]}, {"outer": "nesterov"}),
+        ("2,2", {3: [5, "barrier 2 in"]}, {}),
+        ("3,1", {1: [4, "barrier 3 in"]}, {"outer": "nesterov", "fragments": 2}),
+        ("3,1", {0: [4, "barrier 2 in"], 2: [6, "barrier 1 in"]}, {}),
+        ("2,2", {0: [3, "barrier 8 in"]}, {}),
+        ("2,2", {1: [7, "barrier 12 in"]}, {"outer": "nesterov"}),
+        ("2,2", {0: [5, "dies"], 3: [5, "barrier 2 in"]}, {"fragments": 4}),
+        ("3,2", {1: [5, "dies"], 2: [9, "dies"], 4: [10, "barrier 1 in"]}, {}),
+        ("2,2", {1: [5, "SIGTERM"]}, {"outer": "nesterov"}),
+        ("2,2", {2: [5, "SIGTERM"], 1: [3, "dies"]}, {"fragments": 2}),
+        ("2,2", {0: [13, "barrier 2 in"]}, {"compression": "int8"}),
+    ],
+    ids=str,
+)
+def test_a_host_goes_on_without_one_of_its_ranks_in_the_middle_of_a_round(nodes, deaths, options):
+    ranks, run = on_hosts(nodes)
+    lose(deaths, run, ranks, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "options"), [("1,1", {}), ("2,1", {"fragments": 2}), ("1,1", {"delay": 2})], ids=str)
+def test_all_leave_at_one_exchange_when_a_rank_is_told_that_the_job_ends(nodes, options):
+    script = """
+        import json, os, signal, torch
+        import ring_plugins as ring
+        from ring_plugins.torch import LocalUpdates
+        from tests.worker import report
+        ring.init(ranks=int(os.environ["TEST_RANKS"]))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 8)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalUpdates(inner, model, every=4, **json.loads(os.environ["TEST_OPTIONS"]))
+        step, is_early = 0, ring.rank() == ring.size() - 1
+        ring.preempted()
+        for step in range(2 if is_early else 40):  # the last rank has little data, and waits in finish()
+            optimizer.zero_grad()
+            model(torch.full((1, 4), float(ring.rank()))).square().sum().backward()
+            optimizer.step()
+            if ring.rank() == 0 and step == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if ring.preempted():
+                break
+        optimizer.finish()
+        told = ring.all_gather_object(model.weight.detach())
+        report("equal", all(torch.equal(one, told[0]) for one in told))
+        report("steps", (step, ring.preempted(), optimizer.exchanges))
+    """
+    ranks, _ = on_hosts(nodes)
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_OPTIONS": json.dumps(options)}
+    result = run_ranks(script, ranks, "exported", env=env, timeout=100)
+    assert result.values("equal") == [True] * ranks
+    *others, last = result.values("steps")
+    step = 13 if "delay" in options else 11
+    assert others == [[step, True, last[2]]] * (ranks - 1)
+    assert last[:2] == [1, True]
+
+
 @pytest.mark.slow
 def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
     script = """
@@ -136,11 +231,11 @@ def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
         ring.init(ranks=3, on_failure=os.environ["TEST_POLICY"])
         model = torch.nn.Linear(2, 2)
         with pytest.raises(ring.ArgumentError) as caught:
-            LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=2)
+            LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=2, delay=1)
         report("text", str(caught.value))
     """
     for launcher, policy, text in (
-        ("exported", "continue", "unless within_host=False, does not support on_failure="),
+        ("exported", "continue", "LocalUpdates(delay=1) does not support on_failure="),
         ("spawned", "replace", 'LocalUpdates ("continue" works) does not support on_failure="replace"'),
     ):
         env = {"TEST_POLICY": policy} | ({"RING_VIRTUAL_NODES": "2,1"} if launcher == "exported" else {})
@@ -171,6 +266,9 @@ def made(model=None, **options):
         ({"outer": (0.7, 1.0)}, r"outer=\(0.7, 1.0\) must be"),
         ({"outer": (0.7, 0.9), "steps": 300}, "with 4 exchanges: a momentum of 0.9 needs about 100.*steps 300"),
         ({"steps": 0}, "steps=0 must be"),
+        ({"delay": 64}, "delay=64 must be 0, or a number of steps below every / fragments = 64"),
+        ({"delay": 8, "fragments": 8}, "delay=8 must be .* below every / fragments = 8"),
+        ({"delay": -1}, "delay=-1 must be 0"),
         ({"compression": "int4"}, "compression='int4' must be"),
         ({"compression": "auto"}, 'compression="auto" tries codecs .*: use "int8"'),
         ({"error_feedback": True}, "error_feedback=True needs compression"),

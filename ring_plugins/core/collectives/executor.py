@@ -40,6 +40,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import (
@@ -401,6 +402,9 @@ class Members(Protocol):
 
     def barrier(self, operation: Fingerprint) -> None:
         """Return when all members have called."""
+
+    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+        """As `SharedMemoryBarrier.agree_on_lost`, of members of one host."""
 
 
 class Recovery(Protocol):

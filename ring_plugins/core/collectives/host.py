@@ -31,9 +31,9 @@ from ring_plugins.core.base.types import Array, Bytes
 from ring_plugins.core.collectives.api import Activity, BufferOwner, Communicator, Work
 from ring_plugins.core.collectives.executor import SerialExecutor
 from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, fingerprint_of_several
-from ring_plugins.core.collectives.host_groups import VIEW_SHIFT, HostGroups
+from ring_plugins.core.collectives.host_groups import LOSS_SHIFT, VIEW_SHIFT, HostGroups
 from ring_plugins.core.collectives.pair_executor import PairExecutor
-from ring_plugins.core.collectives.recovery import JobRecovery, Recovery
+from ring_plugins.core.collectives.recovery import HostRecovery, JobRecovery, Recovery
 from ring_plugins.core.collectives.shm_group import SharedMemoryGroup, create_segment
 from ring_plugins.core.collectives.validation import check_counts, check_own_count, check_rank
 from ring_plugins.core.control.failure_detector import FailureDetector
@@ -74,6 +74,7 @@ class HostCommunicator(Communicator[HostMemory]):
 
     Attributes:
         groups: who the members are, and what moves their bytes.
+        within_host: how members of one host go on without asking others; None if they do not.
 
     Raises:
         RingError: the members do not share memory, and there is no transport.
@@ -97,14 +98,16 @@ class HostCommunicator(Communicator[HostMemory]):
         members, key = [member for member, _, _ in offers], offers[0][2]
         self.name, self.recovers = name, recovery is not None
         self._recovery = Recovery(recovery, name) if recovery is not None else None
+        self.within_host = recovery if isinstance(recovery, HostRecovery) else None
         wait = Wait(name, failure_detector, key) if executor is None else executor.wait
+        wait.is_within_host = self.within_host is not None
         self.groups = HostGroups(name, rank, members, key, wait, failure_detector, transport, recovery)
         if executor is not None:
             executor.connect(key, failure_detector, self.groups)
         self._wait = wait
         self._executor: SerialExecutor = executor or SerialExecutor(name, wait, self.groups, self._recovery)
         if recovery is not None and self._recovery is not None:
-            recovery.recovering[self._executor] = self._recovery
+            recovery.add(self._executor, self._recovery)
         self._follow(failure_detector)
         self.statistics = self._executor.statistics
         with wait.constructing(check_gather):
@@ -124,11 +127,12 @@ class HostCommunicator(Communicator[HostMemory]):
         if failure_detector is not None:
             failure_detector.watch(groups.key, self._executor.failure)
 
-    def keep(self, ranks: Sequence[int], view: int) -> None:
+    def keep(self, ranks: Sequence[int], view: int, losses: int = 0) -> None:
         """Go on with some members; arguments as in `HostGroups.keep`. The communicator has not been closed."""
-        self.groups.keep(ranks, view)
+        self.groups.keep(ranks, view, losses)
         # Members that have given up an operation have not all finished equally many.
-        self._executor.number_base, self._wait.rejected = (view << VIEW_SHIFT) - self.statistics.operations, 0
+        base = (view << VIEW_SHIFT) + (losses << LOSS_SHIFT)
+        self._executor.number_base, self._wait.rejected = base - self.statistics.operations, 0
         self._follow(None)
 
     def renew(

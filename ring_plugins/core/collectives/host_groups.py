@@ -19,7 +19,8 @@ other shared buffers, though, where members have frozen or unfrozen parameters s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
@@ -36,8 +37,9 @@ from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.linux.shared_memory import Address, Segment
 from ring_plugins.core.net.transport import Transport
 
-#: Bits of a tag, and of the number of a barrier or operation, below those that tell views apart.
-VIEW_SHIFT = 40
+#: Bits of a tag, and of the number of a barrier or operation, below those that tell views apart; and below those that
+#: tell losses apart which the ranks of a host have found alone in a view.
+VIEW_SHIFT, LOSS_SHIFT = 40, 34
 
 
 class HostGroups:
@@ -163,19 +165,20 @@ class HostGroups:
 
     # When members change ------------------------------------------------------------------------------
 
-    def keep(self, ranks: Sequence[int], view: int) -> None:
+    def keep(self, ranks: Sequence[int], view: int, losses: int = 0) -> None:
         """Continue with the members among these world ranks; none of them is in an operation.
 
         Args:
             ranks: of the job.
             view: their number; see core/control/mesh.py and consensus.py.
+            losses: how many the ranks of this host have found alone in this view.
         """
         assert self.node is not None
         for network in self._networks:
             network.abandon()
         self._networks = []
         self._take([member for member in self._members if member.rank in ranks])
-        self.node.keep(self._here, view << VIEW_SHIFT)
+        self.node.keep(self._here, (view << VIEW_SHIFT) + (losses << LOSS_SHIFT))
         self._combine(self.key + (view << VIEW_SHIFT), at_once=False)
 
     def renew(
@@ -251,6 +254,11 @@ class HostGroups:
     def barrier(self, operation: Fingerprint) -> None:
         """See the protocol."""
         self.bytes.barrier(operation)
+
+    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+        """See the protocol."""
+        assert self.node is not None
+        return self.node.barriers.agree_on_lost(number, dead)
 
     def _text(self, operation: str, cause: BaseException) -> str:
         if isinstance(cause, RingError):

@@ -28,6 +28,13 @@ which all survivors come to, or none. So a pass whose first buckets were average
 whole. Ranks may have given up at different places, so none writes to memory that others read until all have: nothing is
 agreed on before all have arrived in the agreement.
 
+**Inside a host.** Ranks of one host that average every step, while hosts exchange weights every so many
+(core/gradients/local_updates.py), have communicators of their own (`HostRecovery`), whose operations are no wholes of
+the job: no other host takes part in them, or is to wait. So their members agree among themselves, in shared memory
+(shm_barrier.py), and repeat the operation. To the job the lost rank is a member until its next whole, before which all
+agree as ever. Considered and rejected: that all hosts agree at once, for they are at different steps, and would wait
+for each other's next one.
+
 **All at once.** When one communicator finds a loss, all are told, and none may be in the middle of an operation. So
 only gradients are averaged in the background. Other works run in the thread that starts them, and a second thread that
 calls an operation meanwhile is rejected. All survivors then stand at the same place.
@@ -38,6 +45,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ring_plugins.core.base.errors import ArgumentError, MembersLost, PeerFailed, RingError, fresh
@@ -97,9 +105,65 @@ class JobRecovery:
     def __init__(self, agree: Callable[[Wait], None], replaces: bool = False) -> None:
         self.agree, self.replaces = agree, replaces
         self.confirmations: Confirmations | None = None
-        self.recoveries = 0
+        self._counted = [0]
         self.in_use = threading.RLock()  # held during every whole
         self.recovering: weakref.WeakKeyDictionary[SerialExecutor, Recovery] = weakref.WeakKeyDictionary()
+
+    @property
+    def recoveries(self) -> int:
+        """As above."""
+        return self._counted[0]
+
+    def go_on(self, executor: SerialExecutor) -> None:
+        """Go on without ranks whose loss a communicator has found; raises as `agree`."""
+        self.agree(executor.wait)
+        self._counted[0] += 1
+
+    def add(self, executor: SerialExecutor, recovery: Recovery) -> None:
+        """Note how a communicator goes on."""
+        self.recovering[executor] = recovery
+
+
+class HostRecovery(JobRecovery):
+    """How communicators of some ranks of one host go on, for which no other host waits.
+
+    Args:
+        job: of all communicators.
+        view: returns the number of the job's view.
+        dead: returns the ranks that are proven to be dead.
+        keep: called with lost ranks, the view and the number of losses in it: these communicators drop them.
+
+    Attributes:
+        losses: how many agreements there have been, in all views.
+    """
+
+    def __init__(
+        self,
+        job: JobRecovery,
+        view: Callable[[], int],
+        dead: Callable[[], AbstractSet[int]],
+        keep: Callable[[HostRecovery, Sequence[int], int, int], None],
+    ) -> None:
+        super().__init__(job.agree)
+        self._job, self.in_use, self._counted = job, job.in_use, job._counted
+        self._view, self._dead, self._keep, self.losses = view, dead, keep, 0
+        self._since: tuple[int, int] = (0, 0)  # the view, and the losses before it
+
+    def go_on(self, executor: SerialExecutor) -> None:
+        """As above, without the other hosts."""
+        if (view := self._view()) != self._since[0]:
+            self._since = view, self.losses
+        self.losses += 1
+        number = self.losses - self._since[1]
+        assert executor.members is not None
+        lost = executor.members.agree_on_lost(f"loss {number} of view {view}", self._dead)
+        self._keep(self, lost, view, number)
+        self._counted[0] += 1
+
+    def add(self, executor: SerialExecutor, recovery: Recovery) -> None:
+        """As above; a loss that the job finds interrupts these communicators, too."""
+        super().add(executor, recovery)
+        self._job.add(executor, recovery)
 
 
 class Loss(NamedTuple):
@@ -162,8 +226,7 @@ class Recovery:
             if not one.let_go():
                 raise RingError(f"{recovery.name}: its thread has not stopped after a rank was lost.")
             one.wait.given_up = None
-        job.agree(executor.wait)
-        job.recoveries += 1
+        job.go_on(executor)
 
     def may_start(self, repeats: bool) -> bool:
         """See the protocol."""

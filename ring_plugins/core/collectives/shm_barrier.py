@@ -39,6 +39,12 @@ to -1, for good. The others then never see it arrive: whoever has not seen it ye
 read its memory before. This costs the barrier nothing. The published epoch is the only state of the barrier, so one
 that was interrupted before publishing is as if it had never been called.
 
+**Losses.** Where members may die (recovery.py), those that are left stand at the same barrier, but one more may die
+then, so they may differ in whom they saw die. Each writes down a code of those that it goes on without, and waits until
+all others have written the same. A member is dropped if it is dead and has written something else: whoever sees a death
+looks at the page behind it, so what the dead have written counts, for all alike. So if one has seen all write the same,
+none drops anybody else: the first to do so would have found a page that differs.
+
 Considered and rejected: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
 dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a common parent.
 """
@@ -47,13 +53,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
 from ring_plugins.core.base.errors import MismatchError, PeerFailed, RingError
 from ring_plugins.core.base.places import frames_of_call
 from ring_plugins.core.base.types import Bytes
-from ring_plugins.core.collectives.fingerprint import Fingerprint, mismatch
+from ring_plugins.core.collectives.fingerprint import Fingerprint, fingerprint, mismatch
 from ring_plugins.core.control.wait import SPIN, Wait
 from ring_plugins.core.linux import shared_memory
 from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
@@ -62,6 +69,8 @@ from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
 PAGE = 4096
 # Its layout, in 64-bit words: epoch and sleeping flag share a cache line, the two fingerprint slots have the next one.
 _EPOCH, _SLEEPING = 0, 1
+#: A code of the members that this one goes on without; in a cache line of its own.
+_WITHOUT = 16
 _FINGERPRINTS = 8
 #: Offset in bytes of the text, whose first byte is its kind.
 _TEXT = 1024
@@ -112,6 +121,35 @@ class SharedMemoryBarrier:
         self._texts = [self._texts[place] for place in places]
         self._position = list(places).index(self._position)
         self._others = [page for i, page in enumerate(self._pages) if i != self._position]
+
+    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+        """Agree with the members that are left on those that are lost; each calls this when it has given up a barrier.
+
+        Args:
+            number: of the agreement, equal on all.
+            dead: returns the world ranks of members that are proven to be dead, perhaps with others.
+
+        Returns:
+            The world ranks of the lost.
+        """
+        lost = set[int]()
+
+        def missing() -> list[int]:
+            while True:
+                code = fingerprint("lost", detail=f"{sorted(lost)} in {number}").code
+                gone = dead()
+                publish()
+                self._own[_WITHOUT] = code
+                pages = zip(self._ranks, self._pages, strict=True)
+                absent = [rank for rank, page in pages if rank not in lost and page[_WITHOUT] != code]
+                if lost.issuperset(found := gone & set(absent)):
+                    return absent
+                lost.update(found)
+
+        self._wait.until(
+            lambda: not missing(), missing, lambda: f"{self._name}: the agreement on the ranks of this host"
+        )
+        return sorted(lost)
 
     @property
     def parity(self) -> int:

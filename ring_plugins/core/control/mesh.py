@@ -265,19 +265,24 @@ class Mesh:
             self._look_at_locks()
             return frozenset(self.members.facts.dead.intersection(self.consensus.members))
 
-    def interrupts(self, dead: Collection[int] = (), absent: Collection[int] = ()) -> bool:
+    def interrupts(
+        self, dead: Collection[int] = (), absent: Collection[int] = (), is_within_host: bool = False
+    ) -> bool:
         """Whether this rank must abort the operation under way, to agree on who is left.
 
         Args:
             dead: what `dead` returned before `absent` was determined.
             absent: ranks that have not arrived in the operation.
+            is_within_host: whether it is one of this host's ranks alone, where others join or are lost in another.
         """
-        if self.confirms:
+        if self.confirms and not is_within_host:
             return self.must_agree()
         if self._is_agreeing or self._is_admitting:
             return False
         if absent and set(dead).issuperset(absent):
             return True
+        if is_within_host:
+            return False
         # Others of the same host may have hung up on this rank, whose lock was lost.
         consensus = self.consensus
         return consensus.view > self._agreed or not self.members.facts.silent.isdisjoint(consensus.members)

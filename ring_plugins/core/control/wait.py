@@ -139,6 +139,7 @@ class Wait:
             operation; the groups set it before they send or announce anything.
         failure: why the communicator can no longer be used, if it cannot; every wait under way then raises that.
         given_up: why operations of other threads than the script's are to end; None if they are not.
+        is_within_host: whether members of other hosts have nothing to do with it, and so do not interrupt it.
         entered: how many have begun.
         rejected: how many calls this member has rejected since.
         background: its operations on another thread, None if there were none.
@@ -154,6 +155,7 @@ class Wait:
         self.begun = False
         self.failure: Failure | None = None
         self.given_up: BaseException | None = None
+        self.is_within_host = False
         self._check_construction: Callable[[], object] | None = None
         if key >= 0:
             waits_of_communicators[self.identity] = self
@@ -273,7 +275,7 @@ class Wait:
             try:
                 lost = [rank for rank in absent if receiving is None or not receiving(rank)]
                 self._check_members(detector, lost, what)
-                if mesh is not None and mesh.interrupts(dead, absent):
+                if mesh is not None and mesh.interrupts(dead, absent, self.is_within_host):
                     raise mesh.members_lost()
             except RingError:  # and no signal handler's exception
                 if ready():  # the peer did arrive before it ended
@@ -342,7 +344,7 @@ class Wait:
             if detector is not None:
                 self._check_members(detector, [rank], what)
                 self._check_rejections(detector, [rank], what)
-                if mesh is not None and mesh.interrupts(mesh.dead(), [rank]):
+                if mesh is not None and mesh.interrupts(mesh.dead(), [rank], self.is_within_host):
                     raise mesh.members_lost()
             time.sleep(0.01)
 

@@ -1,15 +1,23 @@
-"""How ranks that train by themselves exchange what they have learned (local_updates.py), and what does not suit."""
+"""How ranks that train by themselves exchange what they have learned (local_updates.py): of what, when and by whom.
+
+`Settings` are what a user asks for, and know what does not suit. `Weights` is what a framework brings, and `Told` what
+ranks tell each other before they exchange.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ring_plugins.core.arrays.codec import AUTO, Compression
 from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.base.types import Array
 
 #: What `outer="nesterov"` means: it won at 8 to 100 exchanges (docs/slow_networks.md), where the 0.7 and 0.9 of the
 #: literature need hundreds.
@@ -18,6 +26,9 @@ NESTEROV = (0.9, 0.6)
 _TIMES_MEMORY = 10
 #: Fewer steps than these between two exchanges tell a momentum little: 8 were worse than one rank alone.
 _FEW_STEPS = 16
+#: In place of a fragment's number: all of them, once nobody takes steps any more; what is due until then. And all at
+#: once, since a rank wants a change.
+ALL, NOW = -1, -2
 
 
 class Settings(NamedTuple):
@@ -29,6 +40,8 @@ class Settings(NamedTuple):
         outer: learning rate and momentum of the outer optimizer; 1 and 0 average.
         fragments: how many there are.
         compression: of what is sent between hosts.
+        delay: steps that a rank takes while an exchange is under way.
+        within_host: whether the ranks of a host average every step.
     """
 
     every: int
@@ -36,6 +49,8 @@ class Settings(NamedTuple):
     outer: tuple[float, float]
     fragments: int
     compression: Compression | None
+    delay: int = 0
+    within_host: bool = True
 
     @classmethod
     def checked(
@@ -46,6 +61,7 @@ class Settings(NamedTuple):
         compression: Compression | None = None,
         steps: int | None = None,
         name: str = "every",
+        delay: int = 0,
     ) -> Settings:
         """What a user asks for.
 
@@ -56,6 +72,7 @@ class Settings(NamedTuple):
             compression: of what is sent.
             steps: how many steps the training has, if that is known.
             name: what the user calls `every`.
+            delay: as above.
 
         Raises:
             ArgumentError: a value is impossible, or they do not suit each other.
@@ -87,12 +104,24 @@ class Settings(NamedTuple):
                 'compression="auto" tries codecs in the first steps, and exchanges of local updates are too few for '
                 'that: use "int8" up to 1 Gbit/s, "bf16", or None.'
             )
-        settings = cls(0 if seconds else int(every), seconds, (lr, momentum), int(fragments), compression)
+        gap = math.inf if seconds else int(every) // int(fragments)
+        if delay != 0 and not (_is_count(delay) and delay < gap):
+            raise ArgumentError(
+                f"delay={delay!r} must be 0, or a number of steps below {name} / fragments = {gap:g}, since an "
+                "exchange ends before the next one begins."
+            )
+        settings = cls(0 if seconds else int(every), seconds, (lr, momentum), int(fragments), compression, int(delay))
         if steps is not None and not _is_count(steps):
             raise ArgumentError(f"steps={steps!r} must be the number of steps of the training, or None.")
         if steps is not None and settings.every and momentum and steps // settings.every < round(1 / (1 - momentum)):
             raise ArgumentError(f"{settings.misfit(steps // settings.every)} {name} is {every}, and steps {steps}.")
         return settings
+
+    def shown(self) -> dict[str, object]:
+        """What ranks compare, by the names of a user's arguments."""
+        values = self._asdict()
+        seconds = values.pop("seconds")
+        return values | ({"every": f"{seconds:g}s"} if seconds else {})
 
     def misfit(self, exchanges: float) -> str:
         """What is wrong with the momentum for so many exchanges of each fragment, and what to do; "" if nothing is."""
@@ -111,6 +140,51 @@ class Settings(NamedTuple):
                 "often."
             )
         return ""
+
+
+class Weights(Protocol):
+    """All numbers of a model in one order, which is the same on all ranks.
+
+    Attributes:
+        dtype: "float32" or "float64", in which they are exchanged.
+        trained: how many an optimizer trains; whole cache lines.
+        averaged: how many are only averaged; they are the last.
+    """
+
+    dtype: str
+    trained: int
+    averaged: int
+
+    def read(self, start: int, out: Array) -> None:
+        """Copy those from `start` on."""
+
+    def write(self, start: int, values: Array) -> None:
+        """Overwrite those from `start` on."""
+
+
+class Told(NamedTuple):
+    """What a rank says before an exchange.
+
+    Attributes:
+        turn: the fragment that is due, ALL or NOW.
+        since: steps since its last exchange, by fragment.
+        checksum: of what the last exchange gave.
+        team: see `OuterSteps.wants_change`.
+        pace: seconds of a step; 0 if there was none.
+        wants_change: see `OuterSteps.wants_change`.
+    """
+
+    turn: int
+    since: tuple[int, ...]
+    checksum: int
+    team: int
+    pace: float
+    wants_change: int
+
+
+def wanted_by(told: Sequence[Told]) -> int:
+    """All that any of them wants."""
+    return functools.reduce(operator.or_, [one.wants_change for one in told])
 
 
 def _is_count(value: Any) -> bool:

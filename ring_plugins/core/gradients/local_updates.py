@@ -10,6 +10,10 @@ gradient. Everybody goes on from the new anchor. Weights are equal after an exch
 **Fragments** (Streaming DiLoCo, Douillard et al. 2025). The weights may be cut into parts that take turns, so that
 fewer bytes go at once. They are cut between cache lines, as codecs need it.
 
+**While training goes on** (also Streaming DiLoCo's). An exchange may end `delay` steps after it has begun, and travel
+meanwhile. What a rank has learned in these steps is added to the new anchor, so no step is lost, and the next exchange
+tells of it. Each rank takes the result at a fixed step, not when it arrives: two runs give the same weights.
+
 **Who is there.** Before numbers are reduced, the ranks tell each other a few words: which fragment is due, how many
 steps each has taken since its last exchange, and a checksum of the anchor. So averages are weighted by steps, a rank
 that has no more data takes part with the weight 0 until nobody has, hosts of different speeds may exchange by time,
@@ -31,9 +35,9 @@ import itertools
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,56 +53,30 @@ from ring_plugins.core.base.errors import (
 )
 from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.types import Array
-from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.collectives.recovery import repeated
-from ring_plugins.core.gradients.local_settings import Settings
+from ring_plugins.core.gradients.local_settings import ALL, NOW, Settings, Told, Weights, wanted_by
 
 #: Share of the time that the line about the exchanges' time speaks of.
 _SHARE = 0.05
-#: In place of a fragment's number: all of them, once nobody takes steps any more; what is due until then.
-_ALL = -1
 #: The exchange after which rank 0 says how long they take; the first ones make connections and buffers.
 _TOLD_AFTER = 3
 
 
-class Weights(Protocol):
-    """All numbers of a model in one order, which is the same on all ranks.
+class _Late(NamedTuple):
+    """An exchange that is under way while this rank takes steps.
 
     Attributes:
-        dtype: "float32" or "float64", in which they are exchanged.
-        trained: how many an optimizer trains; whole cache lines.
-        averaged: how many are only averaged; they are the last.
+        fragment: of which.
+        due: the step after which it ends here.
+        work: waits for what all have told; the average is in the work memory then.
+        own: this rank's weights as it began.
     """
 
-    dtype: str
-    trained: int
-    averaged: int
-
-    def read(self, start: int, out: Array) -> None:
-        """Copy those from `start` on."""
-
-    def write(self, start: int, values: Array) -> None:
-        """Overwrite those from `start` on."""
-
-
-class _Told(NamedTuple):
-    """What a rank says before an exchange.
-
-    Attributes:
-        turn: the fragment that is due, or _ALL.
-        since: steps since its last exchange, by fragment.
-        checksum: of what the last exchange gave.
-        team: see `OuterSteps`.
-        pace: seconds of a step; 0 if there was none.
-        wants_change: whether this rank is to leave.
-    """
-
-    turn: int
-    since: tuple[int, ...]
-    checksum: int
-    team: int
-    pace: float
-    wants_change: bool
+    fragment: int
+    due: int
+    work: Work[list[Told]]
+    own: Array
 
 
 class OuterSteps:
@@ -114,7 +92,9 @@ class OuterSteps:
     Attributes:
         steps, exchanges: how many there have been; fragments count by their share.
         is_idle: whether there is nothing to exchange: all ranks are in one team, and the outer optimizer averages.
+        is_over: whether all ranks know, since an exchange of all fragments, that the job ends.
         teams: how many there are.
+        mates: places in the communicator of the ranks in this one's team.
         weights: of the model, once it has begun.
 
     Raises:
@@ -133,17 +113,19 @@ class OuterSteps:
         told = communicator.all_gather_object((settings, tuple(described), team), "local updates")
         (first, weights, _), *others = told
         for rank, (other, theirs, _) in zip(communicator.ranks[1:], others, strict=True):
-            for name, mine, its in zip(first._fields, first, other, strict=True):
-                self._check_equal(name, mine, its, rank)
+            for name, mine in first.shown().items():
+                self._check_equal(name, mine, other.shown()[name], rank)
             for i, (mine, its) in enumerate(itertools.zip_longest(weights, theirs)):
                 self._check_equal(f"weight {i} of the model", mine, its, rank)
         self.teams = len({one for *_, one in told})
+        self.mates = [place for place, (*_, one) in enumerate(told) if one == team]
         self.is_idle = settings.outer == (1.0, 0.0) and self.teams == 1
         self.steps, self.exchanges = 0, 0.0
         self.weights: Weights | None = None
         self._gap = self._left = max(settings.every // settings.fragments, 1)
-        self._turn, self._checksum, self._is_timed = 0, 0, False
+        self._turn, self._checksum, self._is_timed, self.is_over = 0, 0, False, False
         self._ended, self._steps_then = time.monotonic(), 0
+        self._late: _Late | None = None
         found = settings.misfit(planned)
         if communicator.rank == 0 and found:
             logger.warning(f"local updates: {found}")
@@ -194,15 +176,19 @@ class OuterSteps:
         """Count a step of this rank, and exchange what is due."""
         self.steps += 1
         self._left -= 1
+        if self._late is not None and self.steps >= self._late.due:
+            self._end_late()
         if self._left <= 0 and not self.is_idle:
-            self._meet(self._turn)
+            self._end_late()
+            if self._left <= 0:  # else all have exchanged all, since a rank wants a change
+                self._meet(self._turn)
 
     def exchange(self) -> None:
         """Exchange all fragments, once all ranks have called this; meanwhile take part in what is due on the others.
 
-        Weights are equal then, and a checkpoint loses no step.
+        Weights are equal then, and a checkpoint loses no step. So they are where the job is to end: no rank waits then.
         """
-        while not self.is_idle and not self._meet(_ALL):
+        while not self.is_idle and not (self.is_over and self.steps == self._steps_then) and not self._meet(ALL):
             pass
 
     def finish(self) -> None:
@@ -212,53 +198,103 @@ class OuterSteps:
         if self._communicator.rank == 0 and (found := self._settings.misfit(rounds)):
             logger.warning(f"this training had local updates with {found}")
 
-    def wants_change(self) -> bool:
-        """Whether this rank is to leave the job: all ranks hear of it in their next exchange."""
-        return False
+    def wants_change(self) -> int:
+        """Bits of what this rank wants, as to leave, or that the job ends: all hear of it in their next exchange."""
+        return 0
 
-    def follow_changes(self, wanted: bool) -> None:
-        """Called on all ranks after an exchange: let ranks leave if one of them `wanted` that."""
+    def follow_changes(self, wanted: int) -> bool:
+        """Called on all ranks after an exchange, with what any of them `wanted`: let ranks leave.
+
+        Returns:
+            Whether the job ends. All have the same weights then.
+        """
+        return False
 
     def _meet(self, turn: int) -> bool:
         """Exchange with the other ranks.
 
         Args:
-            turn: which fragment, or _ALL.
+            turn: which fragment, ALL or NOW.
 
         Returns:
             Whether all ranks want all fragments exchanged.
         """
+        self._end_late()
         began, steps, ranks = time.monotonic(), self.steps - self._steps_then, self._communicator.ranks
-        own = _Told(
+        own = Told(
             *(turn, tuple([self.steps - at for at in self._at]), self._checksum, self._team),
             pace=(began - self._ended) / steps if steps else 0.0,
             wants_change=self.wants_change(),
         )
-        told: list[_Told] = self._communicator.all_gather_object(own, "local updates")
+        if self._settings.delay and turn >= 0:
+            self._begin_late(turn, own)
+            return False
+        told: list[Told] = self._communicator.all_gather_object(own, "local updates")
         self._check_anchors([one.checksum for one in told])
-        by_rank, wanted = dict(zip(self._communicator.ranks, told, strict=True)), any(one.wants_change for one in told)
+        by_rank, wanted = dict(zip(self._communicator.ranks, told, strict=True)), wanted_by(told)
         # Those that are due agree: all ranks have been in the same exchanges.
         most, met = max(one.turn for one in told), time.monotonic()
-        due = _ALL if wanted else most
-        for fragment in range(self._settings.fragments) if due == _ALL else [due]:
+        is_late = self._settings.delay > 0 and most >= 0  # on others, which take steps meanwhile
+        due = most if most >= 0 and (is_late or not wanted) else ALL
+        for fragment in range(self._settings.fragments) if due == ALL else [due]:
             repeated(partial(self._exchange, fragment, by_rank))
             self._at[fragment] = self.steps
-        start, end = (0, self.anchor.size) if due == _ALL else self._cuts[due][::2]
+        start, end = (0, self.anchor.size) if due == ALL else self._cuts[due][::2]
         self._checksum = zlib.crc32(self.anchor[start:end].view(np.uint8))
         if self._communicator.ranks != ranks:  # there may be no further exchange, in which all compare them
             self._check_anchors(self._communicator.all_gather_object(self._checksum, "local updates"))
         self._turn = (due + 1) % self._settings.fragments
+        self._take_pace(told)
+        self._left = self._gap
+        self._ended, self._steps_then = time.monotonic(), self.steps
+        if due != ALL or self._settings.fragments == 1:
+            self._tell_times(steps, own.pace, self._ended - met)
+        if is_late and wanted:
+            return self._meet(ALL)  # the others call it once they have ended this one
+        self.is_over = self.follow_changes(wanted) and due == ALL
+        return all(one.turn == ALL for one in told) or self.is_over
+
+    def _take_pace(self, told: Sequence[Told]) -> None:
         pace = next(one.pace for one in told if one.team == self._team)
         if self._settings.seconds and pace:
             self._gap = max(1, round(self._settings.seconds / pace))
-        self._left = self._gap
-        self._ended, self._steps_then = time.monotonic(), self.steps
-        if steps and not self._is_timed and self.exchanges >= _TOLD_AFTER * self._settings.fragments:
-            self._tell_times(steps, own.pace, self._ended - met)
-        self.follow_changes(wanted)
-        return most == _ALL
 
-    def _exchange(self, fragment: int, told: Mapping[int, _Told]) -> None:
+    def _begin_late(self, fragment: int, own: Told) -> None:
+        """Let an exchange go on while this rank takes steps."""
+        assert self.weights is not None
+        start, _, end = self._cuts[fragment]
+        self.weights.read(start, self._work[: end - start])
+        average = partial(self._average_late, fragment, own)
+        weights, due = self._work[: end - start].copy(), self.steps + self._settings.delay
+        self._late = _Late(fragment, due, self._communicator.start("local updates", average), weights)
+        self._at[fragment] = self._steps_then = self.steps
+        self._turn, self._left = (fragment + 1) % self._settings.fragments, self._gap
+        self._ended = time.monotonic()
+
+    def _average_late(self, fragment: int, own: Told) -> list[Told]:
+        """On the communicator's thread; what it touches, the script's leaves alone until `_end_late`."""
+        told: list[Told] = self._communicator.all_gather_object(own, "local updates")
+        self._check_anchors([one.checksum for one in told])
+        self._average(fragment, [one.since[fragment] for one in told], lambda _, reduce: reduce())
+        return told
+
+    def _end_late(self) -> None:
+        """Take the result of the exchange that is under way, if there is one."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        began = time.monotonic()
+        told = late.work.wait()
+        self._apply(late.fragment, late.own)
+        start, _, end = self._cuts[late.fragment]
+        self._checksum = zlib.crc32(self.anchor[start:end].view(np.uint8))
+        self._take_pace(told)
+        own = told[self._communicator.rank]
+        self._tell_times(own.since[late.fragment] // self._settings.fragments, own.pace, time.monotonic() - began)
+        if wanted_by(told):
+            self._meet(NOW)
+
+    def _exchange(self, fragment: int, told: Mapping[int, Told]) -> None:
         """Average a fragment over all ranks, and move its anchor and weights, or neither if ranks are lost meanwhile.
 
         Args:
@@ -272,24 +308,48 @@ class OuterSteps:
         counts = [told[rank].since[fragment] for rank in self._communicator.ranks]
         if not any(counts):
             return
+        start, _, end = self._cuts[fragment]
+        self.weights.read(start, self._work[: end - start])
+        # synchronously: else the collective repeats itself, with the weights of the ranks that were there
+        self._average(fragment, counts, self._communicator.run_synchronously)
+        self._apply(fragment)
+
+    def _average(self, fragment: int, counts: Sequence[int], run: Callable[[str, Callable[[], None]], object]) -> None:
+        """Turn weights in the work memory into the average change.
+
+        Args:
+            fragment: whose.
+            counts: steps of each rank.
+            run: calls what communicates.
+        """
+        assert self.weights is not None
         start, trained, end = self._cuts[fragment]
         anchor, work, codec = self.anchor[start:end], self._work[: end - start], self._codecs[fragment]
-        change = work[: trained - start]
-        self.weights.read(start, work)
-        change -= anchor[: change.size]
+        work[: trained - start] -= anchor[: trained - start]
         weight = counts[self._communicator.rank] * len(counts) / sum(counts)
         if weight != 1:
             work *= weight
         if codec is not None:
             codec.begin(work, trained - start)
         memory = HostMemory(work, self.weights.dtype)
-        reduce = partial(self._communicator.all_reduce, memory, Op.AVERAGE, codec)
-        try:  # synchronously: else the collective repeats itself, with the weights of the ranks that were there
-            self._communicator.run_synchronously("local updates", reduce)
+        try:
+            run("local updates", partial(self._communicator.all_reduce, memory, Op.AVERAGE, codec))
         except MembersLost:
             if codec is not None:
                 codec.undo()
             raise
+
+    def _apply(self, fragment: int, own: Array | None = None) -> None:
+        """Move a fragment's anchor by the average change, and the weights there.
+
+        Args:
+            fragment: which.
+            own: the weights of which the change was taken, if this rank has taken steps since: these are kept.
+        """
+        assert self.weights is not None
+        start, trained, end = self._cuts[fragment]
+        anchor, work = self.anchor[start:end], self._work[: end - start]
+        change = work[: trained - start]
         lr, momentum = self._settings.outer
         if momentum:  # as torch.optim.SGD(nesterov=True), where -change is the gradient
             velocity = self._velocity[start:trained]
@@ -300,7 +360,12 @@ class OuterSteps:
             change *= lr
         change += anchor[: change.size]
         np.copyto(anchor, work)
-        self.weights.write(start, anchor)
+        if own is not None:
+            self.weights.read(start, work)
+            change -= own[: change.size]
+            change += anchor[: change.size]
+            np.copyto(work[change.size :], anchor[change.size :])
+        self.weights.write(start, work)
         self.exchanges += 1
 
     def _check_anchors(self, checksums: Sequence[int]) -> None:
@@ -314,7 +379,9 @@ class OuterSteps:
             )
 
     def _tell_times(self, steps: int, pace: float, seconds: float) -> None:
-        """Say how long an exchange takes, once."""
+        """Say how long an exchange of a fragment makes a rank wait, once."""
+        if not steps or self._is_timed or self.exchanges < _TOLD_AFTER * self._settings.fragments:
+            return
         self._is_timed = True
         if self._communicator.rank == 0 and pace:
             every = max(1, math.ceil(seconds * (1 / _SHARE - 1) / pace)) * self._settings.fragments
@@ -353,6 +420,7 @@ class OuterSteps:
         """
         if self.weights is None:
             raise RingError("local updates: begin() before load().")
+        self._end_late()
         for name, own in (("anchor", self.anchor), ("velocity", self._velocity)):
             if state[name].size != own.size:
                 raise ArgumentError(

@@ -84,6 +84,8 @@ class Elastic:
         passes: how many passes have carried it.
         widest: among how many ranks at most the script averages gradients. Passes among fewer, in groups, carry
             nothing: some ranks would know in this step, and the others in the next one.
+        exchanges: how many exchanges of weights the script has made that carry `wants_change` in place of passes, and
+            come seldom (core/gradients/local_updates.py).
         is_ending: whether all ranks know, since the same place, that the job is to end as a whole.
         mesh: who the members are, and the connections to them; None in a job that does not go on after losses.
     """
@@ -97,7 +99,7 @@ class Elastic:
         self.pending: frozenset[int] = frozenset()
         self.changes = ChangeCallbacks()
         self.averages = False
-        self.passes, self._passes_asked, self.widest = 0, -1, 0
+        self.passes, self._passes_asked, self.widest, self.exchanges = 0, -1, 0, 0
         self.is_ending = False
         self._followed = members.topology  # by all that this process has of the job
         #: In a process that has joined, the changes that its script was told first, and how many operations it had
@@ -275,12 +277,14 @@ class Elastic:
         """Whether the job is to end as a whole, so that the script saves and leaves; the same answer on all ranks.
 
         Passes of gradients since the last call have told it. If there was none, this is collective. Where only groups
-        average gradients, each group has an answer of its own.
+        average gradients, each group has an answer of its own. Where hosts exchange weights, exchanges tell it.
 
         Raises:
             SystemExit: this rank leaves, and the others go on.
         """
         self.preemption_notice.ask()
+        if self.exchanges:
+            return self.is_ending
         if self.mesh is None and self.widest == 1:  # this rank is a group, in which nothing is averaged
             self.is_ending |= self.wants_change
         elif self.passes == self._passes_asked and not self.is_ending:

@@ -52,6 +52,31 @@ def test_no_member_passes_before_all_have_arrived(members, on_all):
     assert on_all(arrive) == [SIZE] * SIZE
 
 
+def test_members_that_saw_others_die_agree_on_who_is_lost(members):
+    """Member 3 has died, and so does member 1 once it has agreed with what it knew: whoever looks then keeps it."""
+    pages = [np.zeros(PAGE, np.uint8) for _ in range(5)]
+    members = [SharedMemoryBarrier(pages, range(10, 15), i, Wait("test", None), "test") for i in range(5)]
+    dead, all_have_agreed = {13}, threading.Barrier(4, timeout=20)
+
+    def agree(place):
+        looks = []
+
+        def seen():  # by some at once, by others later
+            looks.append(1)
+            return set(dead) if len(looks) > place else set()
+
+        lost = members[place].agree_on_lost("loss 1", seen)
+        if place == 1:
+            dead.add(11)
+        all_have_agreed.wait()
+        again = [] if place == 1 else members[place].agree_on_lost("loss 2", lambda: set(dead))
+        return lost, again
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(agree, [0, 1, 2, 4], timeout=60))
+    assert found == [([13], [11, 13]), ([13], []), ([13], [11, 13]), ([13], [11, 13])]
+
+
 def test_many_barriers_keep_everyone_in_step(members, on_all):
     counts = [0] * SIZE
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,10 @@ class Threads:
 
     def run_synchronously(self, description, function):
         return function()
+
+    def start(self, description, function, repeats=False):
+        """Not before all wait for it."""
+        return SimpleNamespace(wait=function)
 
 
 class Dead(Exception):
@@ -307,13 +312,14 @@ def test_rounding_errors_of_an_exchange_that_is_repeated_are_forgotten(monkeypat
 
 def test_all_fragments_are_exchanged_before_a_rank_leaves():
     class Leaving(OuterSteps):
-        followed: list[bool]
+        followed: list[int]
 
         def wants_change(self):
             return self._communicator.rank == 1 and self.steps == 2
 
         def follow_changes(self, wanted):
             self.followed.append(wanted)
+            return False
 
     def work(communicator):
         outer, weights = Leaving(Settings.checked(4, fragments=4), communicator, communicator.rank), Numbers(4 * LINE)
@@ -330,8 +336,89 @@ def test_all_fragments_are_exchanged_before_a_rank_leaves():
         assert weights == [3 + 1.5, 3 + own, 3 + own, 3 + own]
 
 
+def test_all_ranks_end_an_exchange_at_the_same_place_where_the_job_ends():
+    """Rank 0 waits for rank 1 since its first step, and does not any more."""
+
+    class Ending(OuterSteps):
+        def wants_change(self):
+            return 2 * (self._communicator.rank == 1 and self.steps == 4)
+
+        def follow_changes(self, wanted):
+            return wanted == 2
+
+    def work(communicator):
+        outer, weights = Ending(Settings.checked(2), communicator, communicator.rank), Numbers(LINE)
+        outer.begin(weights)
+        for _ in range(1 + 5 * communicator.rank):
+            weights.array += 1
+            outer.after_step()
+            if outer.is_over:
+                break
+        outer.exchange()
+        outer.finish()
+        return outer.exchanges, outer.steps, weights.array[0]
+
+    value = pytest.approx((1 + 2 * 2) / 3 + 2)
+    assert on_ranks(2, work) == [(2, 1, value), (2, 4, value)]
+
+
+def test_training_goes_on_while_an_exchange_travels():
+    """Two steps more than in the exchange are added to its result, and are in the next one."""
+    found = on_ranks(2, trained(Settings.checked(3, delay=2), lambda rank: 8, LINE, 1))
+    for rank, (outer, weights, history, sent) in enumerate(found):
+        own, first = rank + 1, 4.5
+        assert [one[0] for one in history] == [
+            *(own, 2 * own, 3 * own, 4 * own),
+            *(first + 2 * own, first + 3 * own, first + 4 * own, 2 * first + 2 * own),
+        ]
+        assert history[4][-1] == first  # statistics are not added to
+        assert (weights[:LINE] == 12).all()
+        assert (outer.exchanges, len(sent)) == (3, 3)
+
+
+def test_who_waits_for_others_takes_part_in_their_delayed_exchanges():
+    """Rank 0 has one step. Rank 1 wants a change in its third: all exchange all once the result is there."""
+
+    class Leaving(OuterSteps):
+        def wants_change(self):
+            return int(self._communicator.rank == 1 and self.steps in (3, 4))
+
+        def follow_changes(self, wanted):
+            followed[self._communicator.rank].append((self.steps, wanted))
+            return False
+
+    def work(communicator):
+        settings = Settings.checked(6, fragments=2, delay=1)
+        outer, weights = Leaving(settings, communicator, communicator.rank), Numbers(2 * LINE)
+        outer.begin(weights)
+        for _ in range(1 + 6 * communicator.rank):
+            weights.array += 1
+            outer.after_step()
+        outer.finish()
+        return weights.array.tolist(), outer.anchor.tolist(), outer.exchanges
+
+    followed: list[list[tuple[int, int]]] = [[], []]
+    first, second = on_ranks(2, work)
+    assert first == second
+    assert first[0] == first[1]
+    assert [one for one in followed[1] if one[1]] == [(4, 1)]
+    assert [one for one in followed[0] if one[1]] == [(1, 1)]
+
+
 def test_a_momentum_with_too_few_exchanges_is_told(caplog):
     settings = Settings.checked(32, (0.7, 0.9), steps=999)
     with caplog.at_level(logging.WARNING, "ring_plugins"):
         on_ranks(1, lambda one: OuterSteps(settings, one, 0, planned=31))
     assert [one.message[:49] for one in caplog.records] == ["local updates: outer=(0.7, 0.9) with 31 exchanges"]
+
+
+@pytest.mark.parametrize(("fragments", "every"), [(1, 76), (2, 152)])
+def test_a_line_says_which_number_of_steps_would_lose_5_percent_of_the_time(caplog, fragments, every):
+    """Once, behind the third exchange: 38 s of steps of 0.5 s to 2 s for a fragment."""
+    outer = on_ranks(1, lambda one: OuterSteps(Settings.checked(10, "nesterov", fragments), one, 0))[0]
+    with caplog.at_level(logging.INFO, "ring_plugins"):
+        for outer.exchanges in range(2 * fragments, 5 * fragments):
+            outer._tell_times(10, 0.5, 2.0)
+    (told,) = [one.message for one in caplog.records if one.levelno == logging.INFO]
+    assert "10 steps took 5.00 s and their exchange 2.00 s" in told
+    assert f"with {every} steps between exchanges they would take 5% of the time" in told
