@@ -78,12 +78,14 @@ def test_survive(example, killed):
 
 @pytest.mark.slow
 def test_steady_batch():
-    """The weights of three ranks of which one is killed are those of one process."""
-    found = [
-        closing(run_ranks(EXAMPLES / "steady_batch.py", 1, "spawned", args, timeout=120), r"weights (\w{8})$")[1]
-        for args in (["--ranks", "1", "--kill"], ["--ranks", "3", "--kill", "2"])
-    ]
-    assert found[0] == found[1]
+    """The weights of four ranks, of which two are killed, rank 0 among them, are those of one process."""
+    alone, several = (
+        run_ranks(EXAMPLES / "steady_batch.py", 1, "spawned", args, timeout=240)
+        for args in (["--ranks", "1", "--kill"], [])
+    )
+    assert closing(alone, r"weights (\w{8})$")[1] == closing(several, r"weights (\w{8})$")[1]
+    assert re.findall(r"^epoch \d, ranks (\d)", several.stdout, re.MULTILINE) == list("4322"), several
+    assert "ring run: ranks 0, 1 died, and the other 2 ended normally." in several.output, several
 
 
 @pytest.mark.slow
