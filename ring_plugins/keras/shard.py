@@ -47,7 +47,8 @@ _numbers = itertools.count()
 def shard(
     data: Any,
     *,
-    batch_size: int = 32,
+    batch_size: int | None = None,
+    global_batch_size: int | None = None,
     shuffle: bool | int | None = None,
     seed: int = 0,
     remainder: Remainder = "drop",
@@ -74,7 +75,9 @@ def shard(
             * any other iterable or generator of batches, but no list, tuple, dict or string of anything else; with n
               ranks each takes every n-th.
 
-        batch_size: samples per rank and step, for arrays only.
+        batch_size: samples per rank and step, for arrays only; 32 by default.
+        global_batch_size: samples of a step on all ranks together, for arrays only, in place of `batch_size`: a
+            multiple of the number of ranks. So a run on another number of ranks has steps of the same samples.
         shuffle: whether to shuffle. By default arrays and `PyDataset`s are shuffled, a `DataLoader` if it was before,
             and streams are not. For a `tf.data.Dataset`, a number is the size of the shuffle buffer; True is a buffer
             for all elements.
@@ -99,6 +102,10 @@ def shard(
         raise ArgumentError(f"seed={seed!r} must be an integer, zero or more.")
     ranks = members(group).communicator
     rank, size = connect().shard if group is None else (ranks.rank, ranks.size)
+    leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
+    is_arrays = any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves)
+    if global_batch_size is not None:
+        batch_size = _share_of(global_batch_size, batch_size, type(data).__name__ if not is_arrays else "", rank, size)
     if isinstance(data, keras.utils.PyDataset):
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder)
     if _is_from(data, "tensorflow", "DatasetV2"):
@@ -113,9 +120,10 @@ def shard(
         return divided
     if _is_from(data, "torch", "DataLoader"):
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
-    leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
-    if any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves):
-        return ShardedArrays(data, batch_size, rank, size, shuffle is not False, seed, remainder)
+    if is_arrays:
+        return ShardedArrays(
+            data, 32 if batch_size is None else batch_size, rank, size, shuffle is not False, seed, remainder
+        )
     if isinstance(data, tuple | list | dict):
         kinds = {type(leaf).__name__ for leaf in leaves if not _is_array(leaf)} - {"NoneType"}
         raise ArgumentError(
@@ -129,6 +137,39 @@ def shard(
         f"data={type(data).__name__} cannot be divided; pass numpy arrays, a PyDataset, a tf.data.Dataset, a "
         "DataLoader or an iterable of batches."
     )
+
+
+def _share_of(global_batch_size: Any, batch_size: int | None, kind: str, rank: int, size: int) -> int:
+    """A rank's samples of a step of the job.
+
+    Args:
+        kind: of the data, if it is no array.
+        rank, size: which of how many ranks this is.
+    """
+    given = f"shard(global_batch_size={global_batch_size!r}) on rank {rank}"
+    if not _is_integer(global_batch_size) or global_batch_size < 1:
+        raise ArgumentError(f"{given}: that is not a positive number of samples.")
+    if batch_size is not None:
+        raise ArgumentError(
+            f"{given} also got batch_size={batch_size}, and the number of ranks ({size}) decides how many samples each "
+            "has: leave one out."
+        )
+    if kind:
+        raise ArgumentError(
+            f"{given} got data={kind}, whose batches are made already, or elsewhere: pass arrays, or make batches of "
+            f"{global_batch_size} / {size} samples there."
+        )
+    if connect().recovers:
+        raise ArgumentError(
+            f'{given} with on_failure="continue" or "replace": ranks that are left keep their shares in Keras, and '
+            "steps would have fewer samples. Leave on_failure out, and start again with another number of ranks, from "
+            "a checkpoint. RingStrategy(global_batch_size=...) and ring_plugins.torch.GlobalBatches can go on."
+        )
+    if global_batch_size % size:
+        fitting = global_batch_size - global_batch_size % size
+        choices = " or ".join(str(one) for one in (fitting, fitting + size) if one)
+        raise ArgumentError(f"{given} is no multiple of the number of ranks, {size}: take {choices}.")
+    return int(global_batch_size) // size
 
 
 def _reject_divided(data: Any) -> None:

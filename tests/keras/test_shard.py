@@ -17,6 +17,18 @@ def test_arrays_are_divided(seen):
     assert first["kept"] == second["kept"] == pytest.approx(1.0, rel=1e-6)
 
 
+@on_ranks("global_batch", "torch", slow=("tensorflow", "jax"))
+def test_steps_of_a_global_batch_are_those_of_one_process(seen):
+    for rank, found in enumerate(seen):
+        assert found["error"] < 1e-6
+        none, fraction, odd, both, stream, recovers = found["errors"]
+        for text, size in ((none, "0"), (fraction, "2.0")):
+            assert f"shard(global_batch_size={size}) on rank {rank}: that is not a positive number" in text
+        assert f"shard(global_batch_size=7) on rank {rank} is no multiple of the number of ranks, 2: take 6 or 8" in odd
+        assert "also got batch_size=4" in both and "got data=generator" in stream
+        assert 'with on_failure="continue" or "replace"' in recovers
+
+
 @on_ranks("arrays_of_other_kinds", "torch", slow=("tensorflow", "jax"))
 def test_rows_of_arrays_of_any_kind_are_taken_by_position(seen):
     (first, errors), (second, others) = seen

@@ -15,7 +15,9 @@ import numpy as np
 from keras import layers
 
 import ring_plugins as ring
+from ring_plugins.core.world import current
 from ring_plugins.keras import BroadcastCallback, MetricAverageCallback, shard
+from ring_plugins.keras.shard import ShardedArrays
 from tests.keras.behaviors import behavior, error_of
 
 
@@ -35,6 +37,32 @@ def sharded_arrays() -> Any:
     kept = model.evaluate(whole, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()])
     expected = model.evaluate(x, x, verbose=0, return_dict=True)
     return {"epochs": epochs, "steps": len(data), "kept": kept["mse"] / expected["mse"]}
+
+
+@behavior
+def global_batch() -> Any:
+    x = np.random.default_rng(1).normal(size=(30, 3)).astype("float32")
+
+    def fitted(data: Any, *callbacks: Any) -> list[float]:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse")
+        model.fit(data, epochs=3, verbose=0, shuffle=False, callbacks=list(callbacks))
+        return [float(one) for weight in model.get_weights() for one in weight.ravel()]
+
+    own = fitted(shard((x, x[:, :1]), global_batch_size=8, seed=2), BroadcastCallback())
+    expected = fitted(ShardedArrays((x, x[:, :1]), 8, 0, 1, True, 2, "drop"))
+    with mock.patch.object(current(), "recovers", True):
+        recovers = error_of(lambda: shard(x, global_batch_size=8))
+    return {
+        "error": max(abs(one - other) for one, other in zip(own, expected, strict=True)),
+        "errors": [
+            *(error_of(lambda size=size: shard(x, global_batch_size=size)) for size in (0, 2.0, 7)),
+            error_of(lambda: shard(x, batch_size=4, global_batch_size=8)),
+            error_of(lambda: shard((one for one in [x]), global_batch_size=8)),
+            recovers,
+        ],
+    }
 
 
 @behavior
