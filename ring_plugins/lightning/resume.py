@@ -144,7 +144,8 @@ class MidEpoch:
             if self._strategy.is_global_zero:
                 logger.warning(f"fit() goes on behind {told['batches']} batches of an epoch, but {problem}")
         done = told["batches"]
-        if told["ranks"] != self._ranks and (left := self._left(told)) is not None:
+        is_other = told["ranks"] != self._ranks or isinstance(combined.flattened[0], StepLoader)
+        if is_other and (left := self._left(told)) is not None:
             passes = self._trainer.accumulate_grad_batches
             longer = max(left - self._fit.max_batches, 0)
             longer += -(self._fit.max_batches + longer - left) % passes
@@ -168,7 +169,11 @@ class MidEpoch:
         if left is None or self._fit.max_batches == float("inf"):
             return None
         if told["total"] < float("inf"):  # Trainer(limit_train_batches=...) may leave some out
-            left = min(left, -(-(told["total"] - told["batches"]) * told["ranks"] // self._ranks))
+            samples, of_batch = told["ranks"], self._ranks  # in batches of equal size
+            first = self._fit._combined_loader.flattened[0]
+            if isinstance(first, StepLoader) and (consumed := told["loaders"][0].get("consumed")):
+                samples, of_batch = consumed, told["batches"] * first.plan.global_batch_size
+            left = min(left, -(-(told["total"] - told["batches"]) * samples // of_batch))
         return left
 
     def _together(self, batches: list[int | None]) -> int | None:

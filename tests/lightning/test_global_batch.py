@@ -36,7 +36,7 @@ class Model(LightningModule):
         self.first.append(batch[0])
 
     def configure_optimizers(self):
-        assert self.trainer.estimated_stepping_batches in (6, 4)
+        assert self.trainer.estimated_stepping_batches < 13
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
@@ -91,6 +91,12 @@ def test_a_fit_goes_on_in_the_middle_of_an_epoch(tmp_path):
     assert trainer.global_step == 6 and [one[0] for one in rest.outputs] == [1, 2]
     for own, other in zip(rest.parameters(), whole.parameters(), strict=True):
         assert torch.equal(own, other)
+    for batch_size, size, steps in ((2, 8, 2), (2, 4, 4), (7, 14, 1)):  # behind the first 8 of 22 samples
+        other = Model()
+        fit(other, DataLoader(data(), batch_size, shuffle=True), tmp_path / "4.ckpt", global_batch_size=size)
+        assert len(other.outputs) == steps and sum(other.sizes) == 14
+        first = other.first[0][:4]
+        assert torch.equal(first, whole.first[4][: len(first)])
 
 
 class Endless(IterableDataset):
@@ -183,3 +189,104 @@ def test_a_rank_that_is_killed_is_replaced_in_the_middle_of_an_epoch(exact):
     check(result, [0, 2, 3], exact)
     sizes = [size for size, _ in result.reports[0]["history"][0]]
     assert sizes == [3] * 6 + [2] * sizes.count(2) + [3] * (9 - sizes.count(2)) and 0 < sizes.count(2) < 5
+
+
+SCRIPT = """
+import os
+import sys
+import warnings
+import torch
+import ring_plugins as ring
+
+ring.init(ranks=2)
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from ring_plugins.core.base.errors import RingError
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+warnings.simplefilter("ignore")
+data = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(3)))
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.05)
+
+
+class Saves(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 7:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(batch_size, path=None, ckpt_path=None, sampler=None, **arguments):
+    trainer = Trainer(
+        strategy=RingStrategy(**arguments), accelerator="cpu", devices=2, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Saves(path)],
+    )
+    model = Model()
+    loader = DataLoader(data, batch_size, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return torch.cat([one.detach().flatten() for one in model.parameters()]), trainer.global_step
+
+
+def error(name, function):
+    try:
+        function()
+    except RingError as found:
+        report(name, f"{type(found).__name__}: {found}")
+
+
+if "errors" in sys.argv:
+    error(sys.argv[2], {
+        "order": lambda: fit(4, sampler=range(60) if ring.rank() else range(59, -1, -1), global_batch_size=12),
+        "size": lambda: fit(4, global_batch_size=12 + 4 * ring.rank()),
+        "loader": lambda: fit(4 + ring.rank(), global_batch_size=12),
+    }[sys.argv[2]])
+else:
+    root = sys.argv[1]
+    expected, steps = fit(4, f"{root}/global.ckpt", global_batch_size=12)
+    plain, _ = fit(6, f"{root}/plain.ckpt")
+    again, _ = fit(4, None, f"{root}/global.ckpt", global_batch_size=12)
+    other, _ = fit(2, None, f"{root}/global.ckpt", global_batch_size=12)
+    from_plain, taken = fit(6, None, f"{root}/plain.ckpt", global_batch_size=12)
+    to_plain, _ = fit(6, None, f"{root}/global.ckpt")
+    report("equal", torch.equal(expected, again))
+    report("steps", [steps, taken])
+    report("errors", [(one - expected).abs().max().item() for one in (plain, other, from_plain, to_plain)])
+"""
+
+
+@pytest.mark.slow
+def test_a_fit_goes_on_with_other_batches_a_step_and_from_and_to_one_with_a_batch_per_rank(tmp_path):
+    for found in run_ranks(SCRIPT, 2, args=[str(tmp_path)], timeout=600).reports.values():
+        assert found["equal"] and found["steps"] == [10, 10] and max(found["errors"]) < 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (
+            "order",
+            "MismatchError: the ranks' steps of RingStrategy(global_batch_size=...) do not have the same samples",
+        ),
+        ("size", "RingStrategy(global_batch_size) is 12 and 16"),
+        ("loader", "global_batch_size=12 on rank 1 is no multiple of the loader's batch_size=5"),
+    ],
+)
+def test_what_differs_by_rank_is_an_error_on_all_ranks(what, says):
+    found = run_ranks(SCRIPT, 2, args=["errors", what], timeout=600, check=False).values(what)
+    assert len(found) == 2 and all(says in text for text in found), found
