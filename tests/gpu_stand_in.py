@@ -404,6 +404,7 @@ class StandInNccl(CFunctions):
     def _ncclCommWindowRegister(self, communicator, pointer, nbytes, handle, flags):
         """Collective, in a thread of NCCL's that meets the others': the handle is written when all have come."""
         self.cuda.in_context()
+        self.block()
         assert flags == 1
         made = self.communicators[communicator]
         made.begin(lambda: None)
@@ -418,6 +419,8 @@ class StandInNccl(CFunctions):
                 self._register("window", communicator, pointer, ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p)))
             made.is_meeting = False
 
+        if self.blocks:
+            return meet()
         threading.Thread(target=meet, daemon=True).start()
         return IN_PROGRESS
 

@@ -121,6 +121,7 @@ class NcclConnection:
         self._wait, self.nccl, self._driver = wait, nccl, driver
         self._host = host
         self._aborting: threading.Thread | None = None
+        self._registering: BackgroundWork[None] | None = None
         self._config = Config.of(blocks)
         self._blocks = False
         self.queuing = 0.0, ""
@@ -292,7 +293,7 @@ class NcclConnection:
         """
         handle, communicator = ctypes.c_void_p(), self._communicator
         assert communicator is not None
-        call = self._begin(
+        call = self._registering = self._begin(
             "ncclCommWindowRegister",
             lambda: self.call_own("ncclCommWindowRegister", pointer, nbytes, ctypes.byref(handle), COLLECTIVE_WINDOW),
         )
@@ -366,13 +367,19 @@ class NcclConnection:
     # End ------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End kernels that wait for peers, whose results are useless; returns at once."""
+        """End kernels that wait for peers, whose results are useless; returns at once.
+
+        Where a thread of ours is still inside NCCL, registering memory on a blocking communicator, that is done when it
+        has come out, if it ever does.
+        """
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            self._start_abort(communicator)
+            self._start_abort(communicator, self._registering)
 
-    def _start_abort(self, communicator: ctypes.c_void_p) -> None:
+    def _start_abort(self, communicator: ctypes.c_void_p, after: BackgroundWork[None] | None = None) -> None:
         def run() -> None:
+            if after is not None:
+                after.finished.wait()
             with contextlib.suppress(DeviceError), self._driver.device(self._device):
                 self.nccl.call("ncclCommAbort", communicator)
 

@@ -122,6 +122,20 @@ def test_nor_is_who_closes_and_nobody_aborts_beside_that_call(monkeypatch):
     library.held.set()
 
 
+def test_nor_beside_a_thread_that_registers_memory(monkeypatch):
+    communicator, library = alone(blocks=True)
+    monkeypatch.setenv("RING_START_TIMEOUT", "0.1")
+    monkeypatch.setattr(connection, "_ABORT_TIMEOUT", 0.1)
+    library.held = threading.Event()
+    with pytest.raises(TimeoutExceeded, match=r"NCCL did not register \d+ bytes as a window within 0.1 s"):
+        communicator.allocate_registered(64)
+    communicator.close()
+    assert library.log == []
+    library.held.set()
+    communicator.executor.connection._aborting.join(60)
+    assert library.log == ["window", "abort"]  # once the call has returned
+
+
 def test_a_thread_that_is_stuck_while_it_queues_a_group_is_seen():
     communicator, library = alone(blocks=True)
     library.held = threading.Event()
