@@ -195,6 +195,8 @@ class StreamQueue:
             self._launching.wait_event(self.stream, self._start_event)
             if self._is_timed() and not self._driver.is_capturing(caller):
                 self._begin_time = self._driver.record_time(self.stream)
+        elif not self._start_event:  # a message: this stream was made to wait for the caller's before
+            self._start_event = self._record_event(self.stream)
         return caller
 
     def _choose_calls(self) -> None:

@@ -162,6 +162,16 @@ def test_a_gpu_that_still_computes_waits_for_nobody(gpu, monkeypatch):
         gpu.queue.check_progress([1])
 
 
+def test_nor_does_a_message_whose_stream_waits_for_what_the_gpu_computes(gpu, monkeypatch):
+    monkeypatch.setattr(stream, "_IN_FLIGHT", 0.0)
+    gpu.caller = gpu.queue.stream
+    gpu.block()
+    gpu.push()
+    for _ in range(3):
+        gpu.queue.poll()
+        gpu.queue.check_progress([1])
+
+
 def test_an_operation_may_take_as_long_as_the_timeout(gpu):
     gpu.block()
     queued = gpu.push()
