@@ -58,6 +58,9 @@ _ARGUMENTS_OF_OTHERS["ddp_comm_state"] = _ARGUMENTS_OF_OTHERS["ddp_comm_wrapper"
     "ddp_comm_hook"
 ]
 
+#: The GPU of this process in a job that goes on when ranks are lost: its local rank changes, its GPU does not.
+_kept: list[torch.device] = []
+
 #: Stands for Lightning's ``ParallelStrategy``, which `packages` puts after our logic in the order of base classes. To a
 #: type checker it is Any, since there are two such classes.
 ParallelStrategy: Any = object
@@ -156,6 +159,8 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
         devices = self.parallel_devices
         if not devices or devices[0].type == "cpu":
             return torch.device("cpu")
+        if _kept and world.is_initialized() and world.current().elastic.view:  # of an earlier Trainer
+            return _kept[0]
         # Not the place in a group: others of this node have GPUs, too.
         return devices[self.local_rank if self.group is None else world.current().topology.local_rank]
 
@@ -283,6 +288,7 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             environment.become_worker()
         own_world = join_world(environment)
         self._device = self.root_device
+        _kept[:] = [self._device] if own_world.recovers and self._device.type != "cpu" else _kept
         if self.world_size == 1:
             if self.group is not None:
                 leave_process_group(self.group)  # of an earlier Trainer, in which torchmetrics would synchronize

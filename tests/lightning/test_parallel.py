@@ -1,6 +1,7 @@
 """The device of each rank, and settings that need a launcher."""
 
 import inspect
+from types import SimpleNamespace
 
 import lightning.pytorch
 import pytest
@@ -10,7 +11,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.lightning import RingFabricStrategy, RingStrategy
+from ring_plugins.core.base.member import Topology
+from ring_plugins.lightning import RingFabricStrategy, RingStrategy, parallel
 from ring_plugins.lightning.parallel import devices_of_node
 
 
@@ -40,6 +42,18 @@ def test_fewer_gpus_than_ranks_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ArgumentError, match="started 4 processes on this node, which has 2 cuda devices"):
         devices_of_node(gpus(0), 4)
+
+
+def test_a_rank_that_was_renumbered_keeps_its_gpu_in_the_next_trainer(monkeypatch):
+    elastic = SimpleNamespace(view=0)
+    job = SimpleNamespace(elastic=elastic, topology=Topology(1, 2, 1, 2, 0, 1), launcher=SimpleNamespace(is_none=False))
+    monkeypatch.setattr(parallel.world, "current", lambda: job)
+    monkeypatch.setattr(parallel.world, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel, "_kept", gpus(2))
+    strategy = RingStrategy(parallel_devices=gpus(0, 1))
+    assert strategy.root_device == gpus(1)[0]
+    elastic.view = 1  # rank 1 was lost, and this is no longer rank 2
+    assert strategy.root_device == gpus(2)[0]
 
 
 def test_several_nodes_need_a_launcher():
