@@ -185,7 +185,8 @@ def _gather(value: Tensor, group: Any = None) -> list[Tensor]:
     """As ``torchmetrics.utilities.distributed.gather_all_tensors``."""
     if group is not None:
         raise ArgumentError('a metric of a process group does not support on_failure="continue"; leave the group out.')
-    return ring.all_gather_object(value.detach())
+    # Through the CPU: what is pickled on a GPU lands on the GPU of that number, which is another rank's.
+    return [one.to(value.device) for one in ring.all_gather_object(value.detach().cpu())]
 
 
 def _sync(metric: Any, *args: Any, **options: Any) -> None:
