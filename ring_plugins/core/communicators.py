@@ -200,6 +200,7 @@ class Communicators:
             own_stream: whether operations of other communicators may overtake its own.
 
         Raises:
+            ArgumentError: the job goes on when ranks are lost, and NCCL_COMM_BLOCKING=1.
             MissingDependency: there is no NCCL.
             DeviceError: there is no CUDA driver or no such GPU, or ranks would share one.
             MismatchError: the ranks have different releases of NCCL.
@@ -209,9 +210,11 @@ class Communicators:
             self.refuse_to_recover(f"{name} on several GPUs of a host, while hosts exchange weights,")
         wait = Wait(name, self.failure_detector)
         choose_interface()
-        with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):
-            nccl, driver = load_nccl(), load_driver()
         recovers = isinstance(host, HostCommunicator) and host.recovers
+        with on_all_or_none(host, f"{name}: loading NCCL and the CUDA driver", is_alone=True):
+            if recovers:
+                self._policy.check_nccl()
+            nccl, driver = load_nccl(), load_driver()
         executor = DeviceExecutor(name, device, host, streams, wait, nccl, driver, own_stream, blocks=not recovers)
         recovery = None
         if isinstance(host, HostCommunicator) and recovers:

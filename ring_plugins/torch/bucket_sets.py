@@ -113,11 +113,15 @@ def compression_between(
     """The compression that a user asks for, as of `Compression.named`; between GPUs "auto" is none.
 
     Raises:
-        ArgumentError: it is unknown, or would be chosen in the first steps, which a process that joins has not seen.
+        ArgumentError: it is unknown, or would be chosen in the first steps, which a process that joins has not seen; or
+            between GPUs of a job that goes on when ranks are lost.
     """
     wanted = Compression.named(name, error_feedback)
-    if name == AUTO and isinstance(communicator, DeviceCommunicator):
-        return None
+    if isinstance(communicator, DeviceCommunicator):
+        if name == AUTO:
+            return None
+        if wanted is not None and communicator.recovers:
+            current().refuse_to_recover("compression of gradients between GPUs")
     check_tried(wanted)
     return wanted
 

@@ -50,7 +50,6 @@ from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
 from ring_plugins.core.gradients.reducer import GradientReducer
 from ring_plugins.core.gradients.trials import ALWAYS, UNCHANGED, Choice
-from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import COUNT, bits_of, differ, listed
 from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
@@ -246,8 +245,6 @@ class GradientBuckets:
         on_gpu = DeviceBuckets(self.plan, device, self._communicator if self._is_registered else None)
         if compression is None:
             return on_gpu, on_gpu.tensors
-        if self._recovers:
-            current().refuse_to_recover("compression of gradients between GPUs")
         self._half = HalfBuckets(self.plan, on_gpu.tensors, compression)
         return self._half, on_gpu.tensors
 

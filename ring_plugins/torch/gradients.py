@@ -151,11 +151,12 @@ class GradientAverager:
                 current().elastic if is_initialized() else SimpleNamespace(wants_change=False, passes=0, widest=0)
             )
             self._elastic.widest = max(self._elastic.widest, self.communicator.size)
-            if self.communicator.recovers:
-                if tuning_is_wanted(autotune):
-                    current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
-                self._recovery = RecoveryCheck(self.communicator)
-            codec = compression_between(self.communicator, compression, error_feedback)
+            with on_all_or_none(self.communicator, _CONSTRUCTING):  # in which the others wait by now
+                if self.communicator.recovers:
+                    if tuning_is_wanted(autotune):
+                        current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
+                    self._recovery = RecoveryCheck(self.communicator)
+                codec = compression_between(self.communicator, compression, error_feedback)
         gpu = self.communicator.device if isinstance(self.communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank

@@ -44,11 +44,11 @@ class SlicedUpdates:
     def __init__(
         self, optimizer: Optimizer, names: dict[torch.Tensor, str], whole_tensors: bool, group: Group | None = None
     ) -> None:
-        current().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
         self._optimizer, self._names, self._whole_tensors = optimizer, names, whole_tensors
         #: One for the groups of the construction, one for each later change.
         self._slices: list[ParameterSlices] = []
         with constructed_by_all("sharding an optimizer", None if group is None else group.communicator):
+            current().refuse_to_recover("a sharded optimizer, whose state is lost with a rank,")
             communicator = communicator_for(self._new_parameters(), "sharded updates", group)
         #: Gathers slices where the parameters are; and what ranks tell each other goes through memory of the host.
         self._communicator = communicator

@@ -112,6 +112,18 @@ class FailurePolicy(NamedTuple):
                 f"max_ranks={self.max_ranks}: a job of one rank cannot grow. Start it with ranks=2 or more."
             )
 
+    def check_nccl(self) -> None:
+        """Check that communicators between GPUs can be given up when a rank is lost; jobs on CPUs make none.
+
+        Raises:
+            ArgumentError: NCCL is told to make them block.
+        """
+        if self.recovers and os.environ.get("NCCL_COMM_BLOCKING") == "1":
+            raise ArgumentError(
+                f'NCCL_COMM_BLOCKING=1 does not work with on_failure="{self.on_failure}": a rank that is inside NCCL '
+                f"when another one dies would stay there. Unset it on all ranks, or {_REMEDY}."
+            )
+
 
 def _check_variables_of_gpus(on_failure: str) -> None:
     """Check that no variable asks for what holds a communicator between GPUs that a loss would end.
@@ -130,11 +142,6 @@ def _check_variables_of_gpus(on_failure: str) -> None:
                 f'{variable.name}={variable.text()} does not work with on_failure="{on_failure}": {reason}, and the '
                 f"first lost rank ends the communicator. Unset {variable.name} on all ranks, or {_REMEDY}."
             )
-    if os.environ.get("NCCL_COMM_BLOCKING") == "1":
-        raise ArgumentError(
-            f'NCCL_COMM_BLOCKING=1 does not work with on_failure="{on_failure}": a rank that is inside NCCL when '
-            f"another one dies would stay there. Unset it on all ranks, or {_REMEDY}."
-        )
 
 
 def check_values(on_failure: Any, min_ranks: Any, max_ranks: Any) -> None:

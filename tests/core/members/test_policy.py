@@ -53,9 +53,7 @@ def test_the_variables_choose_what_the_arguments_do_not(monkeypatch):
         assert FailurePolicy.chosen(name, None).on_failure == name
 
 
-@pytest.mark.parametrize(
-    "variable", ["RING_NCCL_REGISTER", "RING_JAX_NCCL", "RING_TENSORFLOW_NCCL", "NCCL_COMM_BLOCKING"]
-)
+@pytest.mark.parametrize("variable", ["RING_NCCL_REGISTER", "RING_JAX_NCCL", "RING_TENSORFLOW_NCCL"])
 def test_what_would_hold_an_ended_communicator_between_gpus_is_rejected_by_init(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(
@@ -63,6 +61,16 @@ def test_what_would_hold_an_ended_communicator_between_gpus_is_rejected_by_init(
     ):
         FailurePolicy.chosen("replace", None)
     assert not FailurePolicy.chosen("end", None).recovers
+
+
+def test_communicators_that_block_are_rejected_where_nccl_is_used_and_only_there(monkeypatch):
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    FailurePolicy.chosen("end", None).check_nccl()
+    chosen = FailurePolicy.chosen("continue", None)  # by `init`, of jobs on CPUs too
+    with pytest.raises(ArgumentError, match=r'NCCL_COMM_BLOCKING=1 does not work with on_failure="continue".*Unset it'):
+        chosen.check_nccl()
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    chosen.check_nccl()
 
 
 def test_variables_that_have_no_effect_are_named(monkeypatch):
