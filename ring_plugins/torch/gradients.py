@@ -145,17 +145,16 @@ class GradientAverager:
             self.communicator: Communicator[Any] = communicator or communicator_for(
                 named_parameters(model), group=group
             )
-            self._recovery: RecoveryCheck | None = None
             #: Of the job, of whose end passes tell; none where threads of one process are the ranks.
             self._elastic: Any = (
                 current().elastic if is_initialized() else SimpleNamespace(wants_change=False, passes=0, widest=0)
             )
             self._elastic.widest = max(self._elastic.widest, self.communicator.size)
             with on_all_or_none(self.communicator, _CONSTRUCTING):  # in which the others wait by now
-                if self.communicator.recovers:
-                    if tuning_is_wanted(autotune):
-                        current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
-                    self._recovery = RecoveryCheck(self.communicator)
+                if self.communicator.recovers and tuning_is_wanted(autotune):
+                    current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
+                recovers = self.communicator.recovers
+                self._recovery: RecoveryCheck | None = RecoveryCheck(self.communicator) if recovers else None
                 codec = compression_between(self.communicator, compression, error_feedback)
         gpu = self.communicator.device if isinstance(self.communicator, DeviceCommunicator) else None
         self._streams = None if gpu is None else streams(gpu)

@@ -28,7 +28,13 @@ from tests.gpu_stand_in import install_for_torch
 from tests.worker import report
 
 torch.set_num_threads(1)
-LAUNCHES = install_for_torch()[0].log if os.environ.get("TEST_GPU_STAND_IN") else []
+LAUNCHES: Any = []
+if os.environ.get("TEST_GPU_STAND_IN") == "simulated":
+    from tests.gpu_rehearsal.devices import make_default
+
+    LAUNCHES = make_default()
+elif os.environ.get("TEST_GPU_STAND_IN"):
+    LAUNCHES = install_for_torch()[0].log
 RANK, SIZE = ring.rank(), ring.size()
 CHECKS: list[Callable[[], None]] = []
 
@@ -83,7 +89,7 @@ class Net(nn.Module):
 
 
 def batches(steps: int, rows: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     return [
         (torch.randn(rows, 1, 8, 8, generator=generator), torch.randint(0, 10, (rows,), generator=generator))
         for _ in range(steps)
@@ -328,7 +334,7 @@ def buckets_are_made_anew_in_the_order_in_which_rank_0_got_its_gradients() -> No
         used = [p for name, p in model.named_parameters() if not name.startswith("unused")]
         made = []
         for step in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * SIZE + RANK))
+            x = torch.randn(4, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(step * SIZE + RANK))
             local = torch.autograd.grad(model(x, RANK % 2 == 1).square().mean(), used)
             model.zero_grad(set_to_none=not keep)
             parts = 2 if accumulates else 1
@@ -464,7 +470,7 @@ class Words(nn.Module):
 
 @check
 def sparse_gradients_gathered_or_densified() -> None:
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
     steps = [torch.randint(0, 50, (12, 3), generator=generator) for _ in range(4)]
     for sparse in ("gather", "densify"):
         for known in (True, False):
@@ -709,7 +715,7 @@ def a_step_that_one_rank_cannot_compute_is_skipped_by_all() -> None:
             backward_passes_per_step=passes,
         )
         plain = torch.optim.SGD(reference.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
         skipped, after = [], 0
         for step in range(5):
             fails = MemoryError("no room") if step in (1, 2) else None
@@ -1173,7 +1179,7 @@ def scaler_skips_on_all_ranks_when_one_overflows() -> None:
     model = nn.Linear(2, 1, bias=False)
     broadcast_parameters(model)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
     before = model.weight.detach().clone()
     optimizer.zero_grad()
     scaler.scale(model(torch.full((1, 2), float("inf") if RANK == SIZE - 1 else 1.0)).sum()).backward()
@@ -1196,7 +1202,7 @@ def a_scaler_sees_averages_of_gradients_that_no_backward_averaged() -> None:
         else:
             passes = 1 if where == "no_sync" else 2
             optimizer = DistributedOptimizer(inner, model.named_parameters(), backward_passes_per_step=passes)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
         before, scales = model.weight.detach().clone(), []
         for overflows in (True, False):
             model.zero_grad()
@@ -1385,7 +1391,10 @@ def large_gradients_stay_where_autograd_put_them() -> None:
 
     reference, model = Large(), Large()
     averager = GradientAverager(model)
-    inputs = [torch.randn(2, 512 * 9, generator=torch.Generator().manual_seed(rank)) for rank in range(SIZE)]
+    inputs = [
+        torch.randn(2, 512 * 9, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
+        for rank in range(SIZE)
+    ]
     for last_has_it in (True, False):
         for to_none in (True, False):
             reference.zero_grad()
@@ -1695,7 +1704,7 @@ def kept_gradients(
     kept = []
     for k in range(6):
         optimizer.zero_grad()
-        x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k))
+        x = torch.randn(4 * SIZE, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(k))
         (model(part(x)) - k % 2).square().mean().backward()
         kept += [keep(p.grad) for p in model.parameters()] if keep else []
         if k % 2:
@@ -1736,7 +1745,7 @@ def gradients_that_a_script_made_hold_the_averages() -> None:
                 for p, gradient in zip(model.parameters(), own, strict=True):
                     p.grad = gradient.view_as(p)
                 for k in range(3):
-                    x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k))
+                    x = torch.randn(4 * SIZE, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(k))
                     for gradient in own:
                         gradient.zero_()
                     model(part(x)).square().mean().backward()
@@ -1758,7 +1767,9 @@ def accumulating_loop(
     """The usual loop of two batches a step, over epochs of five, with clipping."""
     for epoch in range(3):
         for i in range(5):
-            x = torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(10 * epoch + i))
+            x = torch.randn(
+                4 * SIZE, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(10 * epoch + i)
+            )
             (model(part(x)).square().mean() / 2).backward()
             if i % 2:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -1787,7 +1798,12 @@ def train_by(kind: str, model: nn.Module, part: Callable[[torch.Tensor], torch.T
     """Three steps for whose gradients no backward communicates."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     averager = GradientAverager(model, passes_per_step=4) if averages else None
-    batches = iter([torch.randn(4 * SIZE, 4, generator=torch.Generator().manual_seed(k)) for k in range(3)])
+    batches = iter(
+        [
+            torch.randn(4 * SIZE, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(k))
+            for k in range(3)
+        ]
+    )
 
     def compute() -> torch.Tensor:
         optimizer.zero_grad()

@@ -34,7 +34,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 3), (40_000,)]
 def make(rank, shape=(7,), dtype=torch.float32, seed=0):
     """Any rank's tensor, so that every rank can compute the expected result. Small whole numbers: sums are exact."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    values = torch.randint(0, 4, shape, generator=generator)
+    values = torch.randint(0, 4, shape, generator=generator, device="cpu").to(torch.get_default_device())
     if dtype.is_complex:
         return torch.complex(values.double(), values.double() + 1).to(dtype)
     return values.to(dtype)
@@ -706,8 +706,14 @@ if __name__ == "__main__":
     dist.init_process_group("ring")
     ON_GPU = bool(os.environ.get("TEST_GPU_STAND_IN"))
     if ON_GPU:
-        LIBRARY, _ = install_for_torch()
         REAL.remove(torch.int16)  # NCCL has no such type
+        if os.environ["TEST_GPU_STAND_IN"] == "simulated":
+            from tests.gpu_rehearsal.devices import make_default
+
+            LAUNCHES = make_default()
+        else:
+            LIBRARY, _ = install_for_torch()
+            LAUNCHES = LIBRARY.log
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
     GLOO = dist.new_group(backend="gloo")
     for check in CHECKS:
@@ -721,4 +727,4 @@ if __name__ == "__main__":
                 raise
             continue
         report(check.__name__, "ok")
-    report("launched by NCCL", len(LIBRARY.log) if ON_GPU else 0)
+    report("launched by NCCL", len(LAUNCHES) if ON_GPU else 0)

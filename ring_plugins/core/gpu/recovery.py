@@ -10,8 +10,10 @@ exchange; if it died later, all others know of each other how it ended. Either w
 **Afterwards** the survivors need another communicator of NCCL's. Where all have `ncclCommShrink` (2.27), it makes one
 from the old one, and ends the kernels that wait (NCCL_SHRINK_ABORT). Where it does not exist or fails, or others have
 joined, the old one is aborted, and all connect anew. `ncclCommGrow` (2.29) would save a second there, but needs an old
-communicator that is whole. Nothing is launched anew before all kernels of the old one have ended, since they write to
-the same memory. What a reduction has overwritten is restored by its owner (core/gradients/reducer.py).
+communicator that is whole, and numbers new members behind the old ones (init.cc, 2.30), while a process that joins here
+gets the place of the rank that was lost: roots, parts and the order of sums go by places. Nothing is launched anew
+before all kernels of the old one have ended, since they write to the same memory. What a reduction has overwritten is
+restored by its owner (core/gradients/reducer.py).
 
 **When.** Ranks connect where all of them come: at the end of a pass, or before an operation of the script's own. A pass
 whose ranks have changed since the last one launches nothing until then. The monitor thread ends kernels that wait for
