@@ -123,7 +123,7 @@ def main() -> None:
     options = json.loads(os.environ.get("TEST_TRAINER", "{}"))
     L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=EPOCHS,
+        strategy=strategy, accelerator=os.environ.get("TEST_ACCELERATOR", "cpu"), devices=ranks, max_epochs=EPOCHS,
         enable_progress_bar="--progress" in sys.argv, log_every_n_steps=1, default_root_dir=root,
         enable_model_summary=False, **options,
         logger=CSVLogger(root, "csv"),
@@ -153,7 +153,8 @@ def main() -> None:
         "on SIGTERM": getattr(signal.getsignal(signal.SIGTERM), "__qualname__", None),
     }
     report("found", found, model.slot)
-    report("own", {"seen": model.seen, "hooks": model.hooks, "number": current().world_rank}, model.slot)
+    own = {"seen": model.seen, "hooks": model.hooks, "number": current().world_rank}
+    report("own", {**own, "device": str(strategy.root_device)}, model.slot)
     if trainer.is_global_zero and not options:
         saved = torch.load(checkpoints.last_model_path, weights_only=False)
         assert saved["state_dict"]["small"].tolist() == model.small.tolist()

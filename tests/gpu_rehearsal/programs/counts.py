@@ -3,7 +3,6 @@
 A row of the table in docs/gpu.md each, printed by rank 0.
 """
 
-import ctypes
 import os
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 import ring_plugins as ring
 from ring_plugins.torch import GradientAverager
 from ring_plugins.torch.rendezvous import store_from_world
+from tests.gpu_rehearsal.devices import count
 from tests.gpu_rehearsal.programs.models import Transformer, batch, loss_of
 from tests.worker import report
 
@@ -33,12 +33,10 @@ COUNTED = {
     "events recorded": ("cudaEventRecordWithFlags",),
     "stream waits": ("cudaStreamWaitEvent",),
 }
-library = ctypes.CDLL("libsimulated_devices.so")
-library.simulated_count.restype = ctypes.c_long
 
 
 def counts() -> dict[str, int]:
-    return {what: sum(library.simulated_count(name.encode()) for name in names) for what, names in COUNTED.items()}
+    return {what: sum(map(count, names)) for what, names in COUNTED.items()}
 
 
 def measured(how: str) -> dict[str, float]:

@@ -24,6 +24,7 @@ struct ncclComm {
   std::string last_error;
   simulated::Stream* last_stream = nullptr;  // of the last kernel, and its end
   simulated::MarkPointer last;
+  std::shared_ptr<int> graphs = std::make_shared<int>();  // held by each kernel that a graph has captured
 
   void fail(int status, const std::string& why);
 };

@@ -5,6 +5,9 @@
 // A rank that has died is waited for until the communicator is aborted, as kernels do. With RING_SIMULATED_PEER_ERRORS=1
 // its end also shows as an asynchronous error, as where a network connects the ranks.
 //
+// Finalizing, destroying and aborting wait until no CUDA graph refers to the communicator, for ever if the script keeps
+// one. With RING_SIMULATED_ABORT_HANGS=1 no abort returns, as in NCCL 2.25.1.
+//
 // RING_SIMULATED_FAULTS may name "ncclKernel": from its Nth kernel on a communicator reports that status as its
 // asynchronous error, and the kernel waits until it is aborted.
 #include <fcntl.h>
@@ -43,7 +46,14 @@ bool is_usable(ncclComm* communicator, const char* function) {
   return false;
 }
 
-void run_later(std::function<void()> work) { std::thread(std::move(work)).detach(); }
+void run_later(std::function<void()> work) {
+  sim::count("NCCL threads");
+  std::thread(std::move(work)).detach();
+}
+
+void wait_for_graphs(ncclComm* communicator) {
+  while (communicator->graphs.use_count() > 1) usleep(1000);
+}
 
 // Meet the others, and let whoever is first in the board remove its name.
 void connect(ncclComm* communicator) {
@@ -87,7 +97,7 @@ void launch(ncclComm* communicator, sim::Stream* stream, std::function<void()> k
   if (!captures) communicator->under_way++;
   const bool is_last_captured = communicator->last && communicator->last->capture;
   if (communicator->last_stream != stream && captures == is_last_captured) sim::wait(stream, communicator->last);
-  sim::enqueue(stream, [=] {
+  sim::enqueue(stream, [=, graph = captures ? communicator->graphs : nullptr] {
     if (captures) communicator->under_way++;
     if (const int status = sim::called("ncclKernel")) {
       communicator->fail(status, "an injected fault");
@@ -283,6 +293,8 @@ EXPORTED int ncclCommAbort(ncclComm* communicator) {
   communicator->visitor.aborted = true;
   if (communicator->visitor.rank == 0) shm_unlink(communicator->name.c_str());  // if it never connected
   for (int naps = 0; communicator->under_way && naps < 5000; naps++) usleep(1000);  // the kernels end
+  while (sim::setting("ABORT_HANGS", 0)) sleep(1);
+  wait_for_graphs(communicator);
   communicator->dead = true;
   return NCCL_SUCCESS;
 }
@@ -292,6 +304,7 @@ EXPORTED int ncclCommFinalize(ncclComm* communicator) {
   BEGIN_WITH(communicator);
   auto finish = [=] {
     while (communicator->under_way && !communicator->visitor.aborted) usleep(200);
+    wait_for_graphs(communicator);
     communicator->visitor.meet();
     communicator->state = NCCL_SUCCESS;
   };
@@ -303,6 +316,7 @@ EXPORTED int ncclCommFinalize(ncclComm* communicator) {
 
 EXPORTED int ncclCommDestroy(ncclComm* communicator) {
   BEGIN_WITH(communicator);
+  wait_for_graphs(communicator);
   communicator->dead = true;
   return NCCL_SUCCESS;
 }

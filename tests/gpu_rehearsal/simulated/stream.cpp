@@ -178,6 +178,7 @@ int current_context() { return contexts.depth ? contexts.devices[contexts.depth 
 int current_device() { return contexts.depth ? current_context() : 0; }
 
 void set_device(int index) {
+  count("contexts of device " + std::to_string(index));  // CUDA 12 creates one where there is none
   if (!contexts.depth) contexts.depth = 1;
   contexts.devices[contexts.depth - 1] = index;
 }
@@ -340,8 +341,10 @@ int end_capture(Stream* stream, Graph** made) {
     other->capture = nullptr, other->last.clear();
   }
   open_captures.erase(ended);
+  Graph graph;
+  std::swap(graph, ended->graph);  // marks keep the capture, but what was captured is the graph's alone
   if (ended->failure) return ended->failure == CAPTURE_UNJOINED ? CAPTURE_UNJOINED : CAPTURE_INVALIDATED;
-  *made = new Graph(ended->graph);
+  *made = new Graph(std::move(graph));
   return SUCCESS;
 }
 
