@@ -19,12 +19,6 @@ def test_sharded_optimizers(rehearse, ranks):
         assert found.values(name) == ["ok"] * ranks, name
 
 
-def test_keras_with_a_sharded_optimizer(rehearse):
-    found = rehearse("keras_sharded", ranks=3, lag=100)
-    assert found.values("finite") == [True] * 3 and found.values("unlike rank 0") == [0] * 3
-    assert max(found.values("largest difference")) < 1e-6
-
-
 @pytest.mark.parametrize(
     "program",
     ["equals_ddp", "equals_ddp registered", "lightning_fit", "two_streams", "keras_on_torch", "graph_at_exit"],
