@@ -19,7 +19,7 @@ def cluster():
     "lists",
     [
         [["host1:2", 2], ["host1:2,host2:2", 4], ["host1:2,host3:1", 3], ["host1:2,host2:1,host3:1", 4]],
-        [["host2:2", 2], ["host3:2", 2], ["host1:1,host3:2", 3]],  # rank 0's host, and that of `ring run`
+        [["host2:2", 2], ["host2:1,host3:2", 3], ["host3:2", 2], ["host1:1,host3:3", 4]],  # rank 0 leaves, too
     ],
     ids=["grows and shrinks", "moves"],
 )
