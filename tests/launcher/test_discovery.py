@@ -228,7 +228,16 @@ def stages(file, *stages):
 def test_a_job_on_this_host_grows_and_shrinks_as_the_script_says(tmp_path):
     file = tmp_path / "list"
     env = stages(file, ["localhost:2", 2], ["localhost:4", 4], ["localhost:3", 3], ["localhost:4", 4])
-    options = ["--host-discovery-script", f"cat {file}", "--min-np", "2", "--max-np", "4", "--no-check"]
+    options = [
+        "--host-discovery-script",
+        f"cat {file}",
+        "--on-failure",
+        "replace",
+        "--min-ranks",
+        "2",
+        "--max-ranks",
+        "4",
+    ]
     exported = [word for name in (*env, "TEST_LAUNCH", "TEST_REPORTS") for word in ("-x", name)]
     command = [RING, "run", *options, *exported, sys.executable]
     with start_ranks(ELASTIC, 4, command, env=env) as job:
