@@ -226,6 +226,7 @@ def stages(file, *stages):
 
 @pytest.mark.slow
 def test_a_job_on_this_host_grows_and_shrinks_as_the_script_says(tmp_path):
+    """As docs/launching/ring_run.md starts train.py."""
     file = tmp_path / "list"
     env = stages(file, ["localhost:2", 2], ["localhost:4", 4], ["localhost:3", 3], ["localhost:4", 4])
     options = [
