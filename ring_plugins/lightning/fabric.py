@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from torch.nn import Module
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from typing_extensions import override
 
 from ring_plugins.core.arrays.codec import CodecName
@@ -25,7 +25,7 @@ from ring_plugins.torch.broadcast import broadcast_parameters
 from ring_plugins.torch.global_batch import GlobalBatches
 from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.join import join
-from ring_plugins.torch.order import is_permutation
+from ring_plugins.torch.order import is_permutation, is_torchdatas, makes_batches
 from ring_plugins.torch.sharded_optimizer import Shard, ShardedOptimizer
 from ring_plugins.torch.skipped_steps import SkippableStep
 
@@ -196,8 +196,8 @@ class RingFabricLogic(RingParallelLogic):
     def divided(self, loader: Any) -> Any:
         """A loader of which this rank reads every n-th sample or batch in its order; itself if Fabric divides it so."""
         draws, batches = loader.sampler, loader.batch_sampler
-        is_torchs = batches is None or (type(batches) is BatchSampler and batches.sampler is draws)
-        if is_torchs and (type(draws) is SequentialSampler or is_permutation(draws)):
+        is_torchs = batches is None or makes_batches(batches, draws)
+        if is_torchs and (type(draws) is SequentialSampler or (is_permutation(draws) and not is_torchdatas(draws))):
             return loader
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         return with_every_nth(loader, **self.distributed_sampler_kwargs, seed=seed, pads=True)

@@ -16,6 +16,7 @@ Lightning 2.6.6 has no hook for this: methods of its loops are replaced in the T
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,7 @@ from ring_plugins.core.base.log import logger
 from ring_plugins.lightning.global_batch import StepLoader
 from ring_plugins.lightning.launcher import has_failed
 from ring_plugins.torch.loaders import samplers_of
-from ring_plugins.torch.order import Resumption, length_of, position_of, resumed
+from ring_plugins.torch.order import Resumption, division_of, length_of, position_of, resumed
 
 #: What a checkpoint has of ours, and a rank's loaders of other kinds that know where they are, as torchdata's.
 KEY, _STATES = "ring_plugins", "states"
@@ -51,6 +52,7 @@ class MidEpoch:
         self._first = self._longer = 0  # batches before it went on, and by how many it is longer than others
         self._told: Mapping[str, Any] = {}
         self._random: torch.Tensor | None = None
+        self._states: dict[int, dict[int, Any]] = {}  # by batches fetched, of loaders that know where they are
         self._fit.reset, self._epoch.on_run_start = self._reset_fit, self._start_epoch
         self._epoch.reset = self._reset_quietly
 
@@ -86,7 +88,7 @@ class MidEpoch:
     def _position(self, number: int, done: int, is_cycled: bool) -> dict[str, Any]:
         loader = self._fit._combined_loader.flattened[number]
         if _keeps_state(loader):
-            state = loader.state_dict()
+            state = self._states[done][number] if done in self._states else loader.state_dict()
             is_alone = self._strategy.world_size == 1 or has_failed()
             states = [state] if is_alone else ring.all_gather_object(state, group=self._strategy.group)
             return {_STATES: states, "ranks": self._ranks}
@@ -212,6 +214,24 @@ class MidEpoch:
             self._rest, self._first = [], 0
             self._lengthen(-self._longer)
         self._start(fetcher)
+        self._follow_states(fetcher)
+
+    def _follow_states(self, fetcher: Any) -> None:
+        """Note where loaders are that keep a state, as a checkpoint needs it: others have fetched ahead by then."""
+        passes, loaders = self._trainer.accumulate_grad_batches, self._fit._combined_loader.flattened
+        keeping = [number for number, loader in enumerate(loaders) if _keeps_state(loader)]
+        self._states.clear()
+        if not keeping or (fetcher.length is not None and passes == 1):
+            return
+        start = fetcher._start_profiler
+
+        def note() -> None:
+            done = fetcher.fetched
+            self._states[done] = {number: copy.deepcopy(loaders[number].state_dict()) for number in keeping}
+            self._states.pop(done - passes - 1, None)
+            start()
+
+        fetcher._start_profiler = note
 
     def begin(self, fetcher: Any) -> None:
         """Begin to iterate where the loaders are, whose workers may have begun elsewhere."""
@@ -239,5 +259,6 @@ class MidEpoch:
 
 
 def _keeps_state(loader: Any) -> bool:
-    """Whether the loader itself knows where it is: Lightning restores it, so that it is not to be moved again."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    """Whether the loader itself knows where it is, and nobody else does: Lightning restores it."""
+    keeps = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return keeps and division_of(loader) is None

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import ring_plugins.core.functions as ring
 from ring_plugins.core import world
@@ -30,7 +30,7 @@ from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.lightning.uneven import kept, weigh_logs
 from ring_plugins.observe.same_samples import tell_if_same
 from ring_plugins.torch.loaders import checksum_of, samplers_of
-from ring_plugins.torch.order import EveryNth, division_of, index_sampler, is_permutation, with_index
+from ring_plugins.torch.order import EveryNth, division_of, index_sampler, is_permutation, makes_batches, with_index
 
 
 class Shares:
@@ -66,7 +66,7 @@ class Shares:
             batches = dataloader.batch_sampler
             if any(hasattr(one, "num_replicas") for one in (batches, *samplers_of(dataloader))):
                 return dataloader  # which divides by itself
-            is_torchs = type(batches) is BatchSampler and batches.sampler is dataloader.sampler
+            is_torchs = makes_batches(batches, dataloader.sampler)
             if batches is not None and not is_torchs and hasattr(batches, "__len__"):
                 return with_index(dataloader, self._every_nth(batches, mode))
         return self._prepare(dataloader, shuffle=shuffle, mode=mode)
@@ -74,7 +74,7 @@ class Shares:
     def _sampler_for(self, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         sampler = dataloader.sampler
         shuffles = is_permutation(sampler)
-        keeps = shuffles and mode is not None and mode.value == "train"
+        keeps = type(sampler) is RandomSampler and shuffles and mode is not None and mode.value == "train"
         if not self._divides(dataloader) or keeps or not hasattr(sampler, "__len__"):
             return self._resolve(dataloader, shuffle=shuffle, mode=mode)
         return self._every_nth(sampler, mode, getattr(dataloader, "drop_last", False))
@@ -121,7 +121,7 @@ def with_every_nth(loader: Any, **options: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     index, draws = index_sampler(loader), loader.sampler
-    is_torchs = type(index) is BatchSampler and index.sampler is draws
+    is_torchs = makes_batches(index, draws)
     divides = any(hasattr(one, "num_replicas") for one in (index, *samplers_of(loader)))
     if divides or not hasattr(draws if is_torchs else index, "__len__"):
         return loader

@@ -71,8 +71,19 @@ def order_of(sampler: Any, drawn_by: DrawnBy) -> list[Any]:
 
 
 def is_permutation(sampler: Any) -> bool:
-    """Whether a sampler is torch's that shuffles, and draws each sample once."""
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    """Whether a sampler is torch's or torchdata's that shuffles, and draws each sample once."""
+    is_random = type(sampler) is RandomSampler or (is_torchdatas(sampler) and type(sampler).__name__ == "RandomSampler")
+    return is_random and not sampler.replacement and sampler._num_samples is None
+
+
+def is_torchdatas(sampler: Any) -> bool:
+    """Whether it is one of those that a `StatefulDataLoader` makes in place of torch's."""
+    return type(sampler).__module__ == "torchdata.stateful_dataloader.sampler"
+
+
+def makes_batches(batches: Any, draws: Any) -> bool:
+    """Whether a batch sampler does no more than to put together what a sampler draws, as torch's and torchdata's."""
+    return (type(batches) is BatchSampler or is_torchdatas(batches)) and batches.sampler is draws
 
 
 def rest(order: Sequence[T], consumed: int, rank: int, size: int, unit: int = 1) -> list[T]:
@@ -211,7 +222,8 @@ def division_of(loader: Any) -> Division | None:
     index = index_sampler(loader)
     if _is_known(index):
         return Division(index, 1)
-    if isinstance(index, BatchSampler) and type(index).__iter__ is BatchSampler.__iter__ and _is_known(index.sampler):
+    is_plain = is_torchdatas(index) or type(index).__iter__ is BatchSampler.__iter__
+    if isinstance(index, BatchSampler) and is_plain and _is_known(index.sampler):
         return Division(index.sampler, index.batch_size)
     return None
 

@@ -1,5 +1,6 @@
 """A `fit` that goes on in the middle of an epoch reads what is left of it, and ends as one that was not interrupted."""
 
+import importlib.util
 import logging
 from collections import Counter
 
@@ -23,7 +24,7 @@ class Model(LightningModule):
 
     def training_step(self, batch, index):
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        if not self.trainer.strategy.ran_out:
+        if not getattr(self.trainer.strategy, "ran_out", False):
             numbers = [part.flatten().int().tolist() for part in parts]
             self.seen.append([self.trainer.current_epoch, index, *numbers])
         return (self.layer(torch.cat(parts) / 20) - 1).square().mean()
@@ -47,12 +48,13 @@ def data(count=20):
     return [torch.tensor([float(i)], dtype=torch.float64) for i in range(count)]
 
 
-def fit(loader, path, behind=0, ranks=1, resumes=False, **options):
+def fit(loader, path, behind=0, ranks=1, resumes=False, strategy=None, callbacks=(), **options):
     seed_everything(3, verbose=False)
     model = Model()
     trainer = Trainer(
-        strategy=RingStrategy(), devices=ranks, accelerator="cpu", logger=False, enable_model_summary=False,
-        enable_progress_bar=False, enable_checkpointing=False, max_epochs=3, callbacks=[Save(path, behind)], **options,
+        strategy=strategy or RingStrategy(), devices=ranks, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=bool(callbacks), max_epochs=3,
+        callbacks=[Save(path, behind), *callbacks], **options,
     )  # fmt: skip
     trainer.fit(model, loader, ckpt_path=path if resumes else None)
     return model.seen, model.layer.weight.item()
@@ -156,3 +158,102 @@ def test_any_number_of_ranks_goes_on_and_as_many_as_before_end_with_equal_bits(t
             epochs = [[one for one in after[0][0] if one[0] == epoch] for epoch in (1, 2)]
             if name != "accumulated":
                 assert epochs[0][-1][1] == epochs[1][-1][1]
+
+
+OTHERS = """
+import os
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, IterableDataset
+import ring_plugins as ring
+from ring_plugins.lightning.environment import RingEnvironment
+from tests.lightning.test_resume import data, fit
+from tests.worker import report
+
+ring.init(ranks=2)
+path = os.environ["TEST_PATH"]
+
+def ddp():
+    return DDPStrategy(cluster_environment=RingEnvironment(), process_group_backend="gloo")
+
+def loader():
+    return DataLoader(data(), 2, shuffle=True)
+
+for name, first, second in (("from DDP", ddp, lambda: None), ("to DDP", lambda: None, ddp)):
+    report(name, [fit(loader(), f"{path}/{name}", 3, 2, strategy=first()),
+                  fit(loader(), f"{path}/{name}", 0, 2, True, strategy=second())])
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ImportError:
+    StatefulDataLoader = None
+
+class Own(IterableDataset):
+    def __init__(self):
+        self.done = 0
+
+    def __iter__(self):
+        while self.done < 20:
+            self.done += 2
+            yield data()[self.done - 2 + ring.rank()]
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+kinds = {
+    "its own": lambda: StatefulDataLoader(Own(), 2),
+    "shuffled": lambda: StatefulDataLoader(data(), 2, shuffle=True),
+    "in workers": lambda: StatefulDataLoader(data(), 2, num_workers=2),
+}
+for name, made in kinds.items() if StatefulDataLoader else ():
+    report(name, [fit(made(), f"{path}/{name}", 3, 2), fit(made(), f"{path}/{name}", 0, 2, True)])
+"""
+
+
+@pytest.mark.slow
+def test_other_strategies_and_loaders_that_keep_their_state_go_on(tmp_path):
+    result = run_ranks(OTHERS, 2, env={"TEST_PATH": str(tmp_path)}, timeout=300)
+    kinds = ["its own", "shuffled", "in workers"] if importlib.util.find_spec("torchdata") else []
+    for name in ("from DDP", *kinds):
+        for (whole, weight), (rest, resumed) in result.values(name):
+            assert rest == whole[5 + 3 :] and resumed == weight, name
+    for (whole, _), (rest, _) in result.values("to DDP"):  # which begins the epoch's data anew
+        assert [one[:2] for one in rest] == [one[:2] for one in whole[5 + 3 :]]
+        assert [one[2] for one in rest[:2]] == [one[2] for one in whole[5:7]]
+
+
+KILLED = """
+import os, signal
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+import ring_plugins as ring
+from tests.lightning.test_resume import data, fit
+from tests.worker import report
+
+ring.init(ranks=2)
+path, dies, resumes = os.environ["TEST_PATH"], "TEST_DIES" in os.environ, "TEST_RESUMES" in os.environ
+
+class Die(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if (trainer.current_epoch, index) == (1, 3):
+            report("ends", True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+callbacks = [ModelCheckpoint(path, save_last=True, every_n_train_steps=2, save_top_k=-1), *[Die()] * dies]
+report("fit", fit(DataLoader(data(), 2, shuffle=True), f"{path}/last.ckpt", 0, 2, resumes, callbacks=callbacks))
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_as_a_whole_goes_on_from_its_last_checkpoint(tmp_path):
+    whole = run_ranks(KILLED, 2, env={"TEST_PATH": str(tmp_path / "whole")}, timeout=120).values("fit")
+    env = {"TEST_PATH": str(tmp_path / "killed")}
+    killed = run_ranks(KILLED, 2, env={**env, "TEST_DIES": "1"}, timeout=120, check=False)
+    assert killed.returncode and killed.values("ends")
+    rest = run_ranks(KILLED, 2, env={**env, "TEST_RESUMES": "1"}, timeout=120).values("fit")
+    # The last of the checkpoints is that behind step 8, which is the third batch of epoch 1.
+    assert rest == [[seen[5 + 3 :], weight] for seen, weight in whole]
