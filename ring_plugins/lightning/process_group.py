@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import ring_plugins as ring
 from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.base.errors import ArgumentError, LaunchError, NotInitialized
+from ring_plugins.core.base.errors import ArgumentError, LaunchError, MismatchError, NotInitialized
 from ring_plugins.core.collectives.recovery import repeated
 from ring_plugins.core.collectives.validation import check_rank
 from ring_plugins.core.groups import Group, communicator_of
@@ -198,7 +198,13 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     if group is None or isinstance(group, Group):
         gather = differentiable.all_gather if sync_grads else ring.all_gather
         row = tensor if sync_grads else tensor.detach()
-        return torch.as_tensor(gather(row.unsqueeze(0), group=group), device=tensor.device)
+        try:
+            return torch.as_tensor(gather(row.unsqueeze(0), group=group), device=tensor.device)
+        except MismatchError as error:
+            raise MismatchError(
+                f"{error} This all_gather stacks tensors of one shape. ring_plugins.all_gather(x) concatenates the "
+                "ranks' rows, however many each has."
+            ) from None
     from torch.distributed.nn.functional import all_gather as differentiable_all_gather
 
     tensor = tensor.contiguous()
