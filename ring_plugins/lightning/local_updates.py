@@ -8,7 +8,8 @@ others' exchanges until they come, and then all ranks have the same weights, of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.gradients.local_settings import Settings
 from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
+from ring_plugins.lightning.preemption import Preemption, is_agreed
 from ring_plugins.torch.local_updates import BetweenHosts, floating_buffers
 
 
@@ -46,6 +48,24 @@ def local_settings(arguments: Mapping[str, Any], steps: int | None = None) -> Se
     return Settings.checked(every, outer, fragments, compression, steps, "sync_every")
 
 
+class _Rounds(BetweenHosts):
+    """Exchanges that tell all hosts what signals have told one rank, and after which all Trainers stop then.
+
+    Attributes:
+        preemption: returns that of this Trainer, which is made later.
+    """
+
+    preemption: Callable[[], Preemption | None]
+
+    def wants_change(self) -> int:
+        return 0 if (own := self.preemption()) is None else own.told
+
+    def follow_changes(self, wanted: int) -> bool:
+        if wanted and (own := self.preemption()) is not None:
+            own.agree(wanted)
+        return wanted > 0
+
+
 class LocalTraining:
     """The exchanges of one `fit`. Collective.
 
@@ -53,13 +73,20 @@ class LocalTraining:
         trainer: the Trainer, in ``Strategy.setup``.
         arguments: of its strategy.
         group: the ranks that train together, all by default.
+        preemption: returns what follows this Trainer's signals.
 
     Attributes:
         team: the ranks of this host.
         averager_arguments: what the averager inside the host takes in place of the strategy's.
     """
 
-    def __init__(self, trainer: Any, arguments: Mapping[str, Any], group: Group | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        arguments: Mapping[str, Any],
+        group: Group | None,
+        preemption: Callable[[], Preemption | None],
+    ) -> None:
         current().refuse_to_recover("RingStrategy(sync_every=...)")
         self._module: torch.nn.Module = trainer.lightning_module
         steps = trainer.max_steps if trainer.max_steps > 0 else None
@@ -67,7 +94,8 @@ class LocalTraining:
         assert settings is not None
         described = [(name, tuple(one.shape), str(one.dtype)) for name, one in self._module.named_parameters()]
         planned = steps / settings.every if steps is not None and settings.every else float("inf")
-        self._rounds = BetweenHosts(settings, described, group, planned=planned)
+        self._rounds = _Rounds(settings, described, group, planned=planned)
+        self._rounds.preemption = preemption
         self.team = self._rounds.team
         self.averager_arguments = {"compression": None, "error_feedback": None, "group": self.team}
 
@@ -80,12 +108,19 @@ class LocalTraining:
         self._rounds.after_step()
 
     def exchange(self) -> None:
-        """Give all ranks the same weights, once all are here."""
+        """Give all ranks the same weights, once all are here.
+
+        Raises:
+            SIGTERMException: the job ends, and hosts are not at the same place. Not if this is called because of it.
+        """
         self.before_step()
         self._rounds.exchange()
+        error, preemption = sys.exc_info()[1], self._rounds.preemption()
+        if self._rounds.is_over and preemption is not None and not (error is not None and is_agreed(error)):
+            preemption.stop(preemption.told)
 
     def finish(self) -> None:
-        """As `exchange`, at the end."""
+        """As `exchange`, at the end, where nobody has to stop."""
         self.before_step()
         self._rounds.finish()
 

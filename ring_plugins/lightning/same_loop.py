@@ -51,7 +51,8 @@ class SameLoop:
         trainer: the Trainer, in ``Strategy.setup``.
         compares: whether ranks tell each other where they are.
         group: the ranks that average every step, all by default.
-        come_together: called before ranks validate and at the end of an epoch.
+        come_together: called before ranks validate and at the end of an epoch, where hosts exchange weights. Then this
+            tells all hosts of signals, and not only the ranks of this one; None where `group` is of all hosts.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SameLoop:
         trainer: Any,
         compares: bool,
         group: Group | None = None,
-        come_together: Callable[[], object] = lambda: None,
+        come_together: Callable[[], object] | None = None,
     ) -> None:
         self._come_together = come_together
         self._trainer, self._group = trainer, group
@@ -93,7 +94,7 @@ class SameLoop:
 
     def _begin_batch(self, _: Callable[[], None]) -> None:
         told = self._is_told if self._has_met else signals_of(self._meet(_BATCH))
-        if told:
+        if told and self._come_together is None:
             self.preemption.stop(told)
 
     def begin_batch(self, data: int) -> list[int]:
@@ -114,7 +115,8 @@ class SameLoop:
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         self._meet(_VALIDATION)
-        self._come_together()
+        if self._come_together is not None:
+            self._come_together()
         return run()
 
     def _end_epoch(self, reach_end: Callable[[], None]) -> None:
@@ -123,9 +125,10 @@ class SameLoop:
             if self._compares:
                 told = self._meet(_EPOCH_END, self._order())
                 self._compare_orders([one >> _DATA for one in told])
-                if (signals := signals_of(told)) & STOP:
+                if self._come_together is not None:
+                    self._come_together()
+                elif (signals := signals_of(told)) & STOP:
                     self.preemption.agree(signals)
-                self._come_together()
             self._compute_metrics("on_train_epoch_end")
 
     def _end_evaluation(self, end: Callable[[], None]) -> None:

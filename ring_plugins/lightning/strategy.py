@@ -237,7 +237,7 @@ class RingTrainerLogic(RingParallelLogic):
                 self._set_up.callback(MeetingPoint(self, trainer).close)
         if is_fitting and self.is_distributed and not self._is_alone:
             check_equal(trainer, self.group)  # before the weights, of which other numbers make other shapes
-        team, come_together = self._begin_local(trainer) if is_fitting else (self.group, _nothing)
+        team, come_together = self._begin_local(trainer) if is_fitting else (self.group, None)
         if is_fitting and self.is_distributed and self._layer_sync:
             # torch's own refuses to work on the CPU, and knows no groups of ours.
             needs_ours = self.root_device.type == "cpu" or team is not None
@@ -279,11 +279,11 @@ class RingTrainerLogic(RingParallelLogic):
                 self._skip_step_on,
             )
 
-    def _begin_local(self, trainer: Any) -> tuple[Group | None, Callable[[], None]]:
+    def _begin_local(self, trainer: Any) -> tuple[Group | None, Callable[[], None] | None]:
         """The ranks that average every step, and what they do before all come together."""
         if not self.is_distributed or self.arguments["sync_every"] is None:
-            return self.group, _nothing
-        self._local = LocalTraining(trainer, self.arguments, self.group)
+            return self.group, None
+        self._local = LocalTraining(trainer, self.arguments, self.group, lambda: self._preemption)
         self._set_up.callback(self._local.close)
         return self._local.team, self._local.exchange
 
@@ -537,10 +537,6 @@ class RingTrainerLogic(RingParallelLogic):
             "_global_batch": None,
             "_set_up": ExitStack(),
         }
-
-
-def _nothing() -> None:
-    """Ranks that average every step need not come together."""
 
 
 def _groups_of(strategy: Any) -> list[dict[str, Any]]:

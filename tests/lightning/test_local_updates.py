@@ -166,3 +166,65 @@ def test_settings_know_the_number_of_steps():
     with pytest.raises(ArgumentError, match="with 5 exchanges"):
         local_settings(given, steps=50)
     assert local_settings({**given, "sync_every": None, "outer": "average"}) is None
+
+
+STOPPED = """
+import os
+import signal
+
+import ring_plugins as ring
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from tests.worker import report
+import torch
+
+from ring_plugins.lightning import RingStrategy
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = torch.nn.Linear(3, 2)
+
+    def training_step(self, x, index):
+        if ring.rank() == 1 and self.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.net(x + ring.rank()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+path = os.path.join(os.environ["TEST_PATH"], "own")
+trainer = Trainer(
+    max_epochs=2, accelerator="cpu", devices=ring.size(), strategy=RingStrategy(sync_every=4),
+    callbacks=[OnExceptionCheckpoint(path)], logger=False, enable_progress_bar=False, enable_model_summary=False,
+    use_distributed_sampler=False,
+)
+model, batches = Model(), 6 if ring.node_rank() == 1 and os.environ["TEST_UNEVEN"] else 50
+try:
+    trainer.fit(model, torch.utils.data.DataLoader([torch.ones(3)] * batches))
+except SystemExit as error:
+    report("ended", type(error).__name__)
+report("steps", trainer.global_step)
+own = model.net.weight.detach()
+report("equal", all(torch.equal(one, own) for one in ring.all_gather_object(own)))
+report("saved", os.path.exists(path + "/on_exception.ckpt"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", ["", "1"])
+@pytest.mark.parametrize("nodes", ["1,1", "2,1"])
+def test_all_trainers_stop_behind_the_next_exchange_when_one_gets_a_sigterm(nodes, uneven, tmp_path):
+    """Where hosts have different numbers of batches, one that has ended its epoch stops there."""
+    ranks = sum(map(int, nodes.split(",")))
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path), "TEST_UNEVEN": uneven}
+    result = run_ranks(STOPPED, ranks, "exported", env=env, timeout=200)
+    assert result.values("ended") == ["SIGTERMException"] * ranks
+    assert result.values("equal") == [True] * ranks
+    assert all(result.values("saved"))
+    assert result.values("steps")[0] == 8
