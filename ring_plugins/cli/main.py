@@ -15,6 +15,7 @@ from ring_plugins.cli.doctor import doctor
 from ring_plugins.cli.horovodrun import HorovodrunCommand
 from ring_plugins.cli.plan import plan
 from ring_plugins.cli.run import run
+from ring_plugins.cli.top import top
 from ring_plugins.core.base import config
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command("add-ranks", no_args_is_help=True)(add_ranks)
 app.command("doctor")(doctor)
 app.command("bench")(bench)
 app.command("plan")(plan)
+app.command("top")(top)
 
 
 def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:

@@ -12,7 +12,7 @@ def test_the_version():
     assert CliRunner().invoke(app, ["--version"]).stdout.split() == ["ring_plugins", __version__]
 
 
-@pytest.mark.parametrize("command", ["run", "add-ranks", "doctor", "bench", "plan"])
+@pytest.mark.parametrize("command", ["run", "add-ranks", "doctor", "bench", "plan", "top"])
 def test_every_command_has_help_with_examples(command):
     result = CliRunner().invoke(app, [command, "-h"])
     assert result.exit_code == 0 and f"ring {command}" in result.stdout

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ring_plugins.cli.main import app
 from ring_plugins.core.base.errors import ArgumentError, LaunchError
-from ring_plugins.core.net import sockets
+from ring_plugins.core.net import local_service, sockets
 from ring_plugins.core.net.auth import Claim, ClientHandshake, Disconnected, Purpose, authenticate
 from ring_plugins.launcher import growth
 from ring_plugins.launcher.growth import GrowthRequests, request_ranks, running_jobs
@@ -55,7 +55,7 @@ def test_a_request_is_answered_and_the_only_job_needs_no_name(asked, monkeypatch
     assert "python" in running_jobs()[os.getpid()]
     command = b"python\0-c\0import ring_plugins.__main__\0run\0-n\0" + b"2\0train.py\0"
     with monkeypatch.context() as patch:  # a job that init() has started
-        patch.setattr(growth, "Path", lambda _: SimpleNamespace(read_bytes=lambda: command))
+        patch.setattr(local_service, "Path", lambda _: SimpleNamespace(read_bytes=lambda: command))
         assert running_jobs()[os.getpid()] == "ring run -n 2 train.py"
     monkeypatch.setattr(growth, "running_jobs", lambda: {os.getpid(): "ring run"})
     done = CliRunner().invoke(app, ["add-ranks", "1"])
@@ -83,7 +83,7 @@ def test_what_names_no_job_or_several_is_rejected(monkeypatch):
 
 def test_a_job_that_is_listed_and_takes_no_request_is_not_called_none(monkeypatch):
     monkeypatch.setattr(growth, "running_jobs", lambda: {5: "ring run a"})
-    monkeypatch.setattr(growth, "connect_below", lambda name, seconds: None)
+    monkeypatch.setattr(local_service, "connect_below", lambda name, seconds: None)
     for job in (5, None):
         with pytest.raises(LaunchError, match=r"ring run \(process 5\) takes no requests at the moment, or has just"):
             request_ranks(1, job)
@@ -93,8 +93,9 @@ def test_a_job_that_is_listed_and_takes_no_request_is_not_called_none(monkeypatc
 
 def test_where_strangers_show_as_this_user_nobody_is_asked_and_nobody_is_answered(asked, monkeypatch):
     user = os.geteuid()
-    (name,) = re.findall(f"@({growth._name(os.getpid())}/.*)", Path("/proc/net/unix").read_text())
-    monkeypatch.setattr(growth, "why_users_are_unknown", lambda: f"all show as {user}")
+    (name,) = re.findall(f"@({local_service._name('run', os.getpid())}/.*)", Path("/proc/net/unix").read_text())
+    for module in (growth, local_service):
+        monkeypatch.setattr(module, "why_users_are_unknown", lambda: f"all show as {user}")
     with pytest.raises(LaunchError, match=f"tell your `ring run` from a stranger's, as all show as {user}"):
         request_ranks(1, os.getpid())
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -109,7 +110,7 @@ def test_where_strangers_show_as_this_user_nobody_is_asked_and_nobody_is_answere
 
 
 def test_neither_silence_nor_nonsense_nor_another_user_keeps_others_from_asking(asked, monkeypatch):
-    (name,) = re.findall(f"@({growth._name(os.getpid())}/.*)", Path("/proc/net/unix").read_text())
+    (name,) = re.findall(f"@({local_service._name('run', os.getpid())}/.*)", Path("/proc/net/unix").read_text())
     connections = []
     for sent in (b"", b"a" * 512, b"add 1", *[b""] * 20):
         connections.append(connection := socket.socket(socket.AF_UNIX))

@@ -54,11 +54,19 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not 0 < _whole(port) < 2**16:
+        raise ValueError(text)
+    return host or "127.0.0.1", int(port)
+
+
 SECONDS = Kind(_positive, "not a positive number of seconds")
 SWITCH = Kind(_switch, "neither 0 nor 1")
 WHOLE_NUMBER = Kind(_whole, "not a whole number")
 COUNTS = Kind(_counts, "not a comma-separated list of positive numbers")
 TEXT: Kind[str] = Kind(str, "not a text")
+ADDRESS: Kind[tuple[str, int] | None] = Kind(_address, "not HOST:PORT, such as 127.0.0.1:9400 or :9400")
 
 
 def one_of(*choices: str, synonyms: Mapping[str, str] | None = None) -> Kind[str]:
@@ -153,6 +161,14 @@ STALL_ABORT = Variable(
     0.0,
     "seconds of waiting after which a stalled job is ended with that report",
     shown_default="never",
+)
+METRICS = Variable(
+    "RING_METRICS",
+    ADDRESS,
+    None,
+    "`HOST:PORT` at which rank 0 serves [numbers for Prometheus](observing.md#watch-a-running-job); `:9400` is on this "
+    "host only; needs `ring_plugins[metrics]`",
+    shown_default="none",
 )
 TIMELINE = Variable(
     "RING_TIMELINE",

@@ -201,6 +201,7 @@ class GradientReducer:
             if self._compression != self._choice_of_compression.now:
                 self._compression = self._choice_of_compression.now
                 self._codecs.clear()
+            steps.compression = self._compression.name if self._compression is not None else None
         if recorder.on and not self._first_ready_at:
             self._first_ready_at = monotonic_ns()
 

@@ -1,4 +1,4 @@
-"""Puts together what observes a job: reports of stalls, the step breakdown, the timeline.
+"""Puts together what observes a job: reports of stalls, the step breakdown, the timeline, the live view.
 
 Every rank has the parts that report; rank 0 also has those that collect.
 """
@@ -14,6 +14,8 @@ from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Channel
 from ring_plugins.core.control.failure_detector import FailureDetector
 from ring_plugins.core.control.monitor import Service
+from ring_plugins.core.observe import metrics
+from ring_plugins.core.observe.live import LiveView, Vitals
 from ring_plugins.core.observe.stall import StallAggregator, StallWatch
 from ring_plugins.core.observe.step_breakdown import StepAggregator, StepReporter
 from ring_plugins.core.observe.timeline import TimelineAggregator, TimelineReporter
@@ -58,6 +60,9 @@ class Observers:
         self.spans = TimelineReporter(channel, members.is_near(0))
         self.stalls = StallWatch(channel, failure_detector, activities)
         self.services: list[Service] = [self.stalls, self.steps, self.spans]
+        if config.METRICS.get() is not None:
+            metrics.check()
+        self.services += [Vitals(channel, steps), LiveView(channel, members)]
         if channel.rank == 0:
             self.all_steps = StepAggregator(channel, members, logger.warning)
             self.timeline = TimelineAggregator(channel, members)

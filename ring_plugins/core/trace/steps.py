@@ -48,6 +48,7 @@ class StepClock:
         ended: by step: when it ended, the four numbers above at that time, and the bytes that it reduced.
             `GradientReducer` appends this at the end of a pass, and counts.
         on_gpu: whether the GPU's waits are known, and count as moving.
+        compression: the codec of the gradients that were averaged last, None for none.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class StepClock:
         self.waiting = self.moving = self.gpu_wait = 0.0
         self.ended: deque[tuple[float, int, float, float, float, int]] = deque(maxlen=_KEPT + 1)
         self.on_gpu = False
+        self.compression: str | None = None
         self._timed_step = -1
 
     def add_blocked_time(self, seconds: float, waiting: float) -> None:
