@@ -243,4 +243,4 @@ class _First(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last.synchronize_state()
         if self._last._fit is not None:
-            self._last._fit.note_random_state()
+            self._last._fit.exchange_at_end(logs)

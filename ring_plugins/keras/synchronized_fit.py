@@ -339,8 +339,10 @@ class SynchronizedFit:
             variables += averaging.accumulators()
         average_variables(variables, self._communicator)
 
-    def note_random_state(self) -> None:
-        """Tell the rank that saves at the end of an epoch the others' random numbers. Collective."""
+    def exchange_at_end(self, logs: dict[str, Any] | None) -> None:
+        """Give logs to ranks without samples, and tell the rank that saves the others' random numbers. Collective."""
+        if self._is_running and self._uneven is not None:
+            self._uneven.share_logs(logs, self._communicator)
         if self._is_running and self._backups.exist and (own := backend().random_state()) is not None:
             self._backups.random = self._communicator.all_gather_object(own, "backup")
 

@@ -91,7 +91,7 @@ class UnevenData:
         if any(why) and callback.uneven == "join" and callback.average_gradients:
             _check_even(next(filter(None, why)), known, lasts, communicator.ranks)
         self.full = None if any(why) else 1 if None in sizes else max(sizes)
-        self._counts_samples = None not in sizes
+        self._counts_samples, self._some_are_empty = None not in sizes, 0 in steps
         if self._is_uneven:
             self._keras_steps = self._iterator._enumerate_iterator
             self._patches.append(Patch(self._iterator, _enumerate_iterator=self._steps))
@@ -105,6 +105,16 @@ class UnevenData:
         """Whether this epoch has steps behind this one, on any rank."""
         steps = (self._params or {}).get("steps")
         return others_have if self._is_uneven else steps is None or batch + 1 < steps
+
+    def share_logs(self, logs: dict[str, Any] | None, communicator: Communicator[Any]) -> None:
+        """Give ranks that had no samples in an epoch another's logs of it, instead of zeros. Collective."""
+        if not self._some_are_empty or logs is None:
+            return
+        own = {name: _plain(value) for name, value in logs.items() if not name.startswith("val_")}
+        told = communicator.all_gather_object(None if self._is_empty else own, "logs")
+        if self._is_empty:
+            found: dict[str, Any] = next(filter(None, told), {})
+            logs.update({name: found[name] for name in own if name in found})
 
     @property
     def has_more(self) -> bool:
@@ -280,6 +290,11 @@ def _scaled_loss(averaging: GradientAveraging, share: BatchShare, scale: Callabl
         averaging.exchange.weigh(share)
         share.data = None
     return scale(loss)
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return array if array.ndim else array.item()
 
 
 def _first_array(data: Any) -> Any:

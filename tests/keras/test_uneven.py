@@ -38,6 +38,7 @@ def test_options_of_fit_work_with_uneven_data_or_are_refused(seen):
         "validated": [*range(5), *range(5)],
         "kept": range(2),
         "one sample": [0, 0],
+        "one sample, without averages": [0, 0],
     }
     for rank, found in enumerate(seen):
         for what, batches in numbers.items():

@@ -166,7 +166,8 @@ def uneven_data_in_other_ways() -> Any:
     def fit(model: Any, rank_data: Any = None, **options: Any) -> dict[str, Any]:
         x, y, _ = joined(batches_of(ring.rank()))
         given = {"x": x, "y": (y > 1).astype("int32")} if rank_data is None else {"x": rank_data}
-        callbacks = [MetricAverageCallback(), BroadcastCallback()]
+        averages = [MetricAverageCallback()] if options.pop("averages", True) else []
+        callbacks = [*averages, BroadcastCallback()]
         kept = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
         batches: list[int] = []
         history = model.fit(**given, batch_size=BATCH, verbose=0, callbacks=[kept, *callbacks], **options).history
@@ -190,6 +191,7 @@ def uneven_data_in_other_ways() -> Any:
         "validated": fit(model_of(), validation_data=validation, validation_batch_size=BATCH, epochs=2),
         "kept": fit(model_of(), part),
         "one sample": fit(model_of(), few, epochs=2),
+        "one sample, without averages": fit(model_of(), few, epochs=2, averages=False),
         "own step": error_of(lambda: fit(own)),
         "error": error_of(lambda: model_of().fit(few, verbose=0, callbacks=[BroadcastCallback(uneven="error")])),
         "no such": error_of(lambda: BroadcastCallback(uneven="pad")),  # type: ignore[arg-type]
