@@ -1,11 +1,13 @@
 """The Keras examples run as printed, learn, and print on one rank only."""
 
 import re
+import signal
+import time
 
 import pytest
 
 from tests.keras.launches import BACKENDS, environment
-from tests.launch import REPOSITORY, Result, run_ranks
+from tests.launch import REPOSITORY, Result, run_ranks, start_ranks
 
 EXAMPLES = REPOSITORY / "examples"
 
@@ -49,3 +51,21 @@ def test_image_folder_resumes(backend, tmp_path):
     second = run("6")
     assert accuracy(second, 2) >= 0.9
     assert "epochs 3 to 6" in second.stdout and "Epoch 3/6" not in second.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_uneven_data(backend, tmp_path):
+    """It stops on SIGTERM, and goes on."""
+    example, env = EXAMPLES / "keras_uneven.py", environment(backend, HIDDEN_PACKAGES="")
+    arguments = ["--backup", str(tmp_path / "backup"), "--epochs", "8"]
+    with start_ranks(example, 3, args=arguments, env=env) as job:
+        deadline = time.monotonic() + 240
+        while "Epoch 2/8" not in (job.directory / "stdout").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(120).returncode == 143
+    result = run_ranks(example, 3, args=arguments, env=env, timeout=280)
+    found = re.findall(r"^ranks 3, batches of an epoch \[8, 15, 22\], test accuracy ([\d.]+)$", result.stdout, re.M)
+    assert len(found) == 1 and float(found[0]) >= 0.94, result
+    assert "Epoch 1/8" not in result.stdout and result.stdout.count("Epoch 8/8") == 1, result
