@@ -33,14 +33,16 @@ class Model(L.LightningModule):
         self.ends, self.number, self.hooks = ends, 0, list[Any]()
         self.step_losses: list[float] = []
         self.history: list[Any] = []
+        self.counted: list[float] = []
 
     def on_fit_start(self) -> None:
         self.number = current().world_rank
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         step = self.trainer.fit_loop._combined_loader.flattened[0].step
-        for of, when, point in self.ends:
-            if (of, when) == (self.number, self.global_step) and not step.index and step.times == 1:
+        for of, when, point, *passes in self.ends:
+            is_now = (of, when, *(passes or [0])) == (self.number, self.global_step, step.index)
+            if is_now and step.times == 1:
                 end_at(point)
         loss = loss_of(self.net, *batch)
         self.mean.update(loss.detach(), weight=len(batch[0]))
@@ -61,6 +63,7 @@ class Model(L.LightningModule):
             wait_for_joiners(missing, 120)
 
     def on_train_epoch_end(self) -> None:
+        self.counted.append(sum(ring.all_gather_object(self.mean.weight.item())))
         self.epoch_losses = [self.trainer.callback_metrics["loss_epoch"].item(), self.mean.compute().item()]
         self.mean.reset()
 
@@ -136,6 +139,7 @@ def main() -> None:
         report(f"epoch {exact}", [abs(one - epoch) for one in model.epoch_losses], number)
         report(f"steps {exact}", [trainer.global_step, trainer.num_training_batches, trainer.current_epoch], number)
         report("history", [model.history, model.hooks], number)
+        report("counted", model.counted, number)
         report("rate", trainer.optimizers[0].param_groups[0]["lr"], number)
 
 

@@ -183,6 +183,14 @@ def test_a_step_in_which_a_rank_is_killed_or_leaves_has_all_of_its_samples(exact
 
 
 @pytest.mark.slow
+def test_nothing_of_a_step_that_is_begun_again_is_counted_twice():
+    """Rank 0 of 3 dies in its second pass, and with it the 8 samples that it counted in the step before."""
+    result = run(3, failure="continue", exact=[False], ends=[[0, 6, "now", 1]])
+    check(result, [1, 2], False)
+    assert result.reports[1]["counted"] == result.reports[2]["counted"] == [70, 62, 70]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_rank_that_is_killed_is_replaced_in_the_middle_of_an_epoch(exact):
     result = run(3, failure="replace", exact=[exact], ends=[[1, 6, "now"]], wanted="3", waits=[7])
