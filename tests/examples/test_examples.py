@@ -77,11 +77,13 @@ def test_survive(example, killed):
 
 
 @pytest.mark.slow
-def test_steady_batch():
+@pytest.mark.parametrize(
+    ("example", "option"), [("steady_batch.py", "--ranks"), ("lightning_steady_batch.py", "--devices")]
+)
+def test_steady_batch(example, option):
     """The weights of four ranks, of which two are killed, rank 0 among them, are those of one process."""
     alone, several = (
-        run_ranks(EXAMPLES / "steady_batch.py", 1, "spawned", args, timeout=240)
-        for args in (["--ranks", "1", "--kill"], [])
+        run_ranks(EXAMPLES / example, 1, "spawned", args, timeout=240) for args in ([option, "1", "--kill"], [])
     )
     assert closing(alone, r"weights (\w{8})$")[1] == closing(several, r"weights (\w{8})$")[1]
     assert re.findall(r"^epoch \d, ranks (\d)", several.stdout, re.MULTILINE) == list("4322"), several
