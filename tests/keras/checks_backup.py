@@ -50,7 +50,7 @@ class Interrupting(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.numbers.append(batch)
-        self.rates.append(round(float(keras.ops.convert_to_numpy(self._model.optimizer.learning_rate)), 9))
+        self.rates.append(round(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)), 9))
         report("seen", self._model.seen)
         report("numbers", self.numbers)
 
