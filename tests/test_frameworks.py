@@ -124,6 +124,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--multirun", "rate=0.1,0.2"]])
 def test_all_ranks_have_one_directory(arguments):
     pytest.importorskip("hydra")
