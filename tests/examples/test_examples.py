@@ -63,6 +63,15 @@ def test_experts(started_by, processes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_data(ranks):
+    result = run_ranks(EXAMPLES / "uneven_data.py", ranks, args=["--ranks", str(ranks)], timeout=120)
+    line = closing(result, r"^ranks (\d), batches of each (\[.*\]), accuracy ([\d.]+)$")
+    assert (line[1], json.loads(line[2])) == (str(ranks), {2: [19, 38], 3: [10, 19, 29]}[ranks])
+    assert float(line[3]) >= 0.94
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "killed"),
     [("survive.py", "0, 1, 3"), ("lightning_survive.py", "0, 1, 3"), ("keras_survive.py", "0, 1, 2")],
