@@ -8,6 +8,7 @@ from ring_plugins.core.base.errors import ArgumentError, NotInitialized
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.observe.timeline import FILE_NAME
 from ring_plugins.core.rendezvous import Rendezvous
+from tests.launch import run_ranks
 
 
 @pytest.fixture
@@ -98,3 +99,41 @@ def test_shutdown_closes_the_rendezvous_once(single):
 def test_an_invalid_number_of_ranks_is_rejected(number):
     with pytest.raises(ArgumentError, match="ranks="):
         world.init(ranks=number)
+
+
+SWEEP = """
+import gc, os, threading
+import numpy as np
+import torch
+import ring_plugins as ring
+from ring_plugins.torch import DistributedOptimizer
+from tests.worker import report
+
+def held():
+    with open("/proc/self/maps") as maps:
+        shared = sum("/dev/shm/" in line or "memfd:" in line for line in maps)
+    return [len(os.listdir("/proc/self/fd")), threading.active_count(), shared]
+
+ranks, found = int(os.environ["TEST_RANKS"]), []
+for run in range(100):
+    ring.init(ranks=ranks)
+    assert ring.all_reduce(np.full(1000, ring.rank() + 1.0), ring.SUM)[0] == ranks * (ranks + 1) / 2
+    model = torch.nn.Linear(2, 2)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    model(torch.randn(2, 2)).sum().backward()
+    optimizer.step()
+    if run % 2:
+        optimizer.close()
+    del optimizer
+    ring.shutdown()
+    gc.collect()
+    found.append(held())
+report("held", [found[9], found[-1]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hundred_jobs_in_one_process_leave_nothing(count):
+    for early, late in run_ranks(SWEEP, count, timeout=300).values("held"):
+        assert all(now <= then for then, now in zip(early, late, strict=True)), (early, late)
