@@ -117,6 +117,10 @@ class SynchronizedBatchNorm:
     def install(self) -> None:
         """Replace the methods. Collective."""
         ranks = members(self._group)
+        if ranks.communicator.size == 1:
+            for layer in self._layers:  # by itself one of ours would wait for all ranks of the job
+                if isinstance(layer, SyncBatchNormalization):
+                    self._patches.append(Patch(layer, **{self._METHOD: functools.partial(_moments_here, layer)}))
         if ranks.communicator.size == 1 or not self._layers:
             return
         connect().refuse_to_recover(_WHAT)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import keras
 
-from ring_plugins.core.arrays.codec import CodecName, Compression
+from ring_plugins.core.arrays.codec import CodecName
 from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.trials import Wanted, chosen_overlap
@@ -17,6 +17,7 @@ from ring_plugins.keras.backup import Backups
 from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.learning_rate import warn_of_steps
+from ring_plugins.keras.local_updates import LocalFit, local_settings
 from ring_plugins.keras.rates import forget_last_rate
 from ring_plugins.keras.running_fit import argument_of_fit, call_when_over, enclosing_list
 from ring_plugins.keras.shard import begin_epoch, continue_at
@@ -91,6 +92,11 @@ class BroadcastCallback(keras.callbacks.Callback):
         uneven: what happens if ranks have different numbers of batches. "join" trains to the end of the longest: a rank
             that has run out takes part with nothing, and averages are those of the samples that came. "error" raises a
             `MismatchError`.
+        sync_every: steps, or a time such as "30s", between exchanges of weights among hosts; gradients are averaged
+            inside a host only then (docs/slow_networks.md), and `compression` is that of exchanges. None averages all
+            ranks' gradients in every step.
+        outer: with `sync_every`: "average", "nesterov", or the outer optimizer's learning rate and momentum.
+        fragments: with `sync_every`: parts of the weights that take turns; a divisor of it.
         group: the ranks that train together, all by default. Others train something else, or pass a group of their own;
             each group writes its own files, so give these paths of their own.
 
@@ -119,6 +125,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         shard_optimizer: bool = False,
         drift_check_every: int | None = None,
         uneven: Literal["join", "error"] = "join",
+        sync_every: int | str | None = None,
+        outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
+        fragments: int = 1,
         group: Group | None = None,
     ) -> None:
         super().__init__()
@@ -128,8 +137,11 @@ class BroadcastCallback(keras.callbacks.Callback):
             raise ArgumentError(f'uneven={uneven!r} must be "join" or "error".')
         if shard_optimizer and not average_gradients:
             raise ArgumentError("shard_optimizer=True needs average_gradients=True: parts of equal models are updated.")
-        chosen_overlap(overlap)  # these raise now rather than in fit
-        Compression.named(compression, error_feedback)
+        if sync_every is not None and (shard_optimizer or not average_gradients):
+            other = "shard_optimizer=True" if shard_optimizer else "average_gradients=False"
+            raise ArgumentError(
+                f"BroadcastCallback(sync_every={sync_every!r}) does not work with {other}: leave one out."
+            )
         self.root_rank = root_rank
         self.average_gradients = average_gradients
         self.moving_statistics = moving_statistics
@@ -139,6 +151,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.compression, self.error_feedback = compression, error_feedback
         self.overlap: Wanted = overlap
         self.shard_optimizer = shard_optimizer
+        self.sync_every, self.outer, self.fragments = sync_every, outer, fragments
+        chosen_overlap(overlap)  # these raise now rather than in fit
+        local_settings(self)
         self.drift_check_every = chosen_interval(drift_check_every)
         self.group, self.uneven = group, uneven
         self._first = _First(self)
@@ -183,7 +198,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         for fit in fits_of(self.model):  # an exception that the script keeps may keep an interrupted one alive
             fit.abandon()
         if self.ranks.communicator.size > 1:
-            self._fit = SynchronizedFit(self, self._root, self._writers, self._saves_weights)
+            kind = SynchronizedFit if self.sync_every is None else LocalFit
+            self._fit = kind(self, self._root, self._writers, self._saves_weights)
             self._fit.begin(call_when_over(self, self._fit.abandon))
             self._epoch = self._fit.joined_after
         else:
@@ -239,6 +255,9 @@ class _First(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last.begin_data(epoch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._last.synchronize_state()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last.synchronize_state()

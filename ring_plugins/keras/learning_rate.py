@@ -22,7 +22,7 @@ from ring_plugins.keras.averaging import make_train_function
 from ring_plugins.keras.consistency import updating_optimizers
 from ring_plugins.keras.job import connect
 from ring_plugins.keras.rates import Rate, has_schedule, known_rate_of, multiply_schedule, rate_of, stop_multiplying
-from ring_plugins.keras.running_fit import call_when_over, expect_broadcast, group_of
+from ring_plugins.keras.running_fit import call_when_over, enclosing_list, expect_broadcast, group_of
 from ring_plugins.keras.state import innermost
 
 Scaling = Literal["linear", "sqrt", "none"]
@@ -134,6 +134,9 @@ class _RateCallback(keras.callbacks.Callback):
 
     def _start(self, optimizer: Any) -> None:
         """Find or create the optimizer's rate, when the number of the first epoch is known."""
+        callbacks = enclosing_list(self)
+        for one in [] if callbacks is None else callbacks.callbacks:  # local updates average each host's ranks only
+            self._group = getattr(getattr(one, "_fit", None), "team", None) or self._group
         (_, self._size), self._rate = self._ranks(), None
         if has_schedule(optimizer):
             self._scheduled = optimizer

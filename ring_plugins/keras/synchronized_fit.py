@@ -30,7 +30,7 @@ from ring_plugins.keras.backends import backend
 from ring_plugins.keras.backup import own_state
 from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, options_of, rates_of
-from ring_plugins.keras.job import connect
+from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.joining import joined_between_fits, place_of_fit, share_state
 from ring_plugins.keras.running_fit import enclosing_list, ends_on_all, tell_interrupted
 from ring_plugins.keras.sharded_optimizer import readmit
@@ -70,6 +70,9 @@ class SynchronizedFit:
 
     def __init__(self, callback: Any, root: Root, writers: Sequence[HeldWriter], saves_weights: bool) -> None:
         self._callback, self._root, self._writers, self._saves_weights = callback, root, writers, saves_weights
+        # What `LocalFit` has for one host only: who averages, stops after the same step and may be uneven, and how.
+        self._team, self._averages = callback.group, callback.average_gradients
+        self._codec = callback.compression, callback.error_feedback
         self.joined_after: int | None = None
         self._model, self._backups = callback._model, callback.backups
         self._installed: list[GradientAveraging] = []
@@ -95,9 +98,10 @@ class SynchronizedFit:
             finalizer: calls `abandon`.
         """
         announce_training()
-        world, ranks, model = connect(), self._callback.ranks, self.model
+        world, model = connect(), self.model
         self._finalizer = finalizer
-        self._communicator, stop = ranks.new_communicator(FIT), ranks.new_communicator(STOP)
+        self._communicator = self._callback.ranks.new_communicator(FIT)
+        stop = members(self._team).new_communicator(STOP)
         self._communicators: list[Communicator[Any]] = [self._communicator, stop]
         self._checks = KerasChecks(
             lambda: weight_checksums(self._model),
@@ -118,7 +122,7 @@ class SynchronizedFit:
         self._backups.begin(told, any(backups))
         self._stop.follows_signals = any(backups) or self._callback.group is None
         # A rank with more steps would wait forever for the gradients of ranks that have finished.
-        self._uneven = UnevenData(self._callback, self._communicator, self._backups.rest.own)
+        self._uneven = UnevenData(self._callback, stop, self._backups.rest.own)
         check_equal(
             (self._callback.params or {}).get("epochs"),
             self._communicator,
@@ -176,7 +180,7 @@ class SynchronizedFit:
             is_perhaps_unused = averaging.optimizer is model.optimizer and len(active) > 1
             if averaging.optimizer.built and not is_perhaps_unused:
                 averaging.prepare(averaging.variables)
-        self._batch_norm = SynchronizedBatchNorm(model, options.synchronized_batch_norm, options.group)
+        self._batch_norm = SynchronizedBatchNorm(model, options.synchronized_batch_norm, self._team)
         self._batch_norm.install()
         assert self._uneven is not None
         self._uneven.install(active)
@@ -189,22 +193,21 @@ class SynchronizedFit:
     def _install(self) -> None:
         """Let the model's optimizers average, those that do not yet."""
         options = self._callback
-        for optimizer in optimizers_of(self._model) if options.average_gradients else ():
+        for optimizer in optimizers_of(self._model) if self._averages else ():
             averaging = averaging_of(optimizer)
             if averaging is None:
                 averaging = GradientAveraging(
                     optimizer,
                     options.bucket_bytes,
-                    options.compression,
-                    options.error_feedback,
+                    *self._codec,
                     options.overlap,
                     options.shard_optimizer,
-                    options.group,
+                    self._team,
                 )
                 averaging.install()
                 self._installed.append(averaging)
             else:
-                averaging.check_fits(options.shard_optimizer, options.group)
+                averaging.check_fits(options.shard_optimizer, self._team)
 
     def _share(self, averaging: GradientAveraging, number: int) -> None:
         """Divide the root's state of an optimizer among all ranks, if it is to be sharded and known."""
@@ -283,10 +286,10 @@ class SynchronizedFit:
         self._steps_until_check -= 1
         self._steps += 1
         updates, every, look = 1 - self._steps_until_check, self._callback.drift_check_every, self._checks.weights.look
-        is_compared = self._callback.average_gradients and is_check_wanted()
+        is_compared = self._averages and is_check_wanted()
         if (
             updates == 1
-            and self._callback.average_gradients
+            and self._averages
             and self._passes() <= self._passes_before
             and self._model.trainable_variables
         ):
@@ -329,10 +332,11 @@ class SynchronizedFit:
         if not self._is_running or self._is_synchronized:
             return
         self._is_synchronized = True
-        is_compared = self._callback.average_gradients and is_check_wanted()
+        is_compared = self._averages and is_check_wanted()
         if self._saves_weights and self._steps_until_check <= 0 and is_compared:
             self._checks.weights.look("at the end of this epoch, before checkpoints are saved,", warns=True)
         self._after_exchange(self._stop.after_epoch(self._model))  # raises if another rank is still in its epoch
+        self._come_together()
         is_averaged = self._callback.moving_statistics == "average"
         variables = list(self.model.non_trainable_weights) if is_averaged else []
         for averaging in averagings_of(self._model):
@@ -345,6 +349,9 @@ class SynchronizedFit:
             self._uneven.share_logs(logs, self._communicator)
         if self._is_running and self._backups.exist and (own := backend().random_state()) is not None:
             self._backups.random = self._communicator.all_gather_object(own, "backup")
+
+    def _come_together(self) -> None:
+        """What is due before all ranks average state, behind an epoch."""
 
     def end_epoch(self, epoch: int) -> None:
         if not self._is_running:

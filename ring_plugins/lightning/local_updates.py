@@ -1,4 +1,4 @@
-"""Local updates in a Trainer: hosts exchange weights every so many steps (`RingStrategy(sync_every=...)`).
+"""Local updates in Lightning: hosts exchange weights every so many steps (`RingStrategy(sync_every=...)`).
 
 Inside a host all is as ever: the averager, the comparison of loops, uneven data and buffers work in the group of its
 ranks. So hosts are at different batches, by different shares of data or by time. Where they come together, before
@@ -23,29 +23,27 @@ from ring_plugins.lightning.preemption import Preemption, is_agreed
 from ring_plugins.torch.local_updates import BetweenHosts, floating_buffers
 
 
-def local_settings(arguments: Mapping[str, Any], steps: int | None = None) -> Settings | None:
+def local_settings(
+    arguments: Mapping[str, Any], steps: int | None = None, strategy: str = "RingStrategy"
+) -> Settings | None:
     """How hosts exchange, by the arguments of a strategy; None if they average every step.
 
     Args:
         arguments: by name.
         steps: of the whole training, if known.
+        strategy: its name.
 
     Raises:
         ArgumentError: an argument is invalid, or needs `sync_every`, or does not work with it.
     """
-    every, outer, fragments = arguments["sync_every"], arguments["outer"], arguments["fragments"]
-    if every is None:
-        if outer != "average" or fragments != 1:
-            name, value = ("outer", outer) if outer != "average" else ("fragments", fragments)
-            raise ArgumentError(f"RingStrategy({name}={value!r}) needs sync_every, such as sync_every=64.")
-        return None
-    if arguments["shard_optimizer"]:
+    every, shards = arguments["sync_every"], arguments["shard_optimizer"]
+    if every is not None and shards:
         raise ArgumentError(
-            f"RingStrategy(sync_every={every!r}) does not work with shard_optimizer={arguments['shard_optimizer']!r}: "
-            "leave one out. ring_plugins.torch.LocalUpdates(shard=True) shards inside a host."
+            f"{strategy}(sync_every={every!r}) does not work with shard_optimizer={shards!r}: leave one out. "
+            "ring_plugins.torch.LocalUpdates(shard=True) shards inside a host."
         )
     compression = Compression.named(arguments["compression"], arguments["error_feedback"])
-    return Settings.checked(every, outer, fragments, compression, steps, "sync_every")
+    return Settings.wanted(strategy, every, arguments["outer"], arguments["fragments"], compression, steps)
 
 
 class _Rounds(BetweenHosts):
@@ -67,13 +65,14 @@ class _Rounds(BetweenHosts):
 
 
 class LocalTraining:
-    """The exchanges of one `fit`. Collective.
+    """The exchanges of one `fit`, or of a module that Fabric has set up. Collective.
 
     Args:
-        trainer: the Trainer, in ``Strategy.setup``.
-        arguments: of its strategy.
+        module: what is trained.
+        arguments: of the strategy.
         group: the ranks that train together, all by default.
-        preemption: returns what follows this Trainer's signals.
+        preemption: returns what follows a Trainer's signals.
+        steps: of the whole training, if known.
 
     Attributes:
         team: the ranks of this host.
@@ -82,14 +81,14 @@ class LocalTraining:
 
     def __init__(
         self,
-        trainer: Any,
+        module: torch.nn.Module,
         arguments: Mapping[str, Any],
         group: Group | None,
-        preemption: Callable[[], Preemption | None],
+        preemption: Callable[[], Preemption | None] = lambda: None,
+        steps: int | None = None,
     ) -> None:
         current().refuse_to_recover("RingStrategy(sync_every=...)")
-        self._module: torch.nn.Module = trainer.lightning_module
-        steps = trainer.max_steps if trainer.max_steps > 0 else None
+        self._module = module
         settings = local_settings(arguments, steps)
         assert settings is not None
         described = [(name, tuple(one.shape), str(one.dtype)) for name, one in self._module.named_parameters()]
@@ -129,11 +128,11 @@ class LocalTraining:
         if saved := self._rounds.saved():
             state["local_updates"] = saved
 
-    def resume(self, states: list[dict[str, Any]]) -> None:
-        """Go on from the states of a checkpoint's optimizers, behind which the module's weights were loaded."""
-        if states and "local_updates" in states[0]:
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from an optimizer's state that `save_into` added to; the anchor becomes the module's weights."""
+        if "local_updates" in state:
             named = [*self._module.named_parameters()]
-            self._rounds.resume(states[0]["local_updates"], named, floating_buffers(self._module))
+            self._rounds.resume(state["local_updates"], named, floating_buffers(self._module))
 
     def close(self) -> None:
         """End the communication."""

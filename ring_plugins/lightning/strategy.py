@@ -283,7 +283,8 @@ class RingTrainerLogic(RingParallelLogic):
         """The ranks that average every step, and what they do before all come together."""
         if not self.is_distributed or self.arguments["sync_every"] is None:
             return self.group, None
-        self._local = LocalTraining(trainer, self.arguments, self.group, lambda: self._preemption)
+        steps, follows = max(trainer.max_steps, 0) or None, lambda: self._preemption
+        self._local = LocalTraining(self.lightning_module, self.arguments, self.group, follows, steps)
         self._set_up.callback(self._local.close)
         return self._local.team, self._local.exchange
 
@@ -328,8 +329,8 @@ class RingTrainerLogic(RingParallelLogic):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._local is not None:
-            self._local.resume(checkpoint["optimizer_states"])
+        if self._local is not None and checkpoint["optimizer_states"]:
+            self._local.resume(checkpoint["optimizer_states"][0])
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -123,6 +123,28 @@ class Settings(NamedTuple):
         seconds = values.pop("seconds")
         return values | ({"every": f"{seconds:g}s"} if seconds else {})
 
+    @classmethod
+    def wanted(
+        cls,
+        caller: str,
+        sync_every: int | str | None,
+        outer: Any,
+        fragments: int,
+        compression: Compression | None,
+        steps: int | None = None,
+    ) -> Settings | None:
+        """As `checked`, of a `caller` that averages in every step unless `sync_every` is given: None then.
+
+        Raises:
+            ArgumentError: as `checked`, or an argument needs `sync_every`.
+        """
+        if sync_every is not None:
+            return cls.checked(sync_every, outer, fragments, compression, steps, "sync_every")
+        if outer != "average" or fragments != 1:
+            name, value = ("outer", outer) if outer != "average" else ("fragments", fragments)
+            raise ArgumentError(f"{caller}({name}={value!r}) needs sync_every, such as sync_every=64.")
+        return None
+
     def misfit(self, exchanges: float) -> str:
         """What is wrong with the momentum for so many exchanges of each fragment, and what to do; "" if nothing is."""
         momentum = self.outer[1]
