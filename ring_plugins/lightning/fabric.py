@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.groups import Group
 from ring_plugins.lightning.environment import RingEnvironment
 from ring_plugins.lightning.launcher import RingFabricLauncher
+from ring_plugins.lightning.local_updates import LocalTraining, local_settings
 from ring_plugins.lightning.parallel import RingParallelLogic, StartMethod
 from ring_plugins.lightning.shares import with_every_nth
 from ring_plugins.lightning.strategy import DEFAULT_BUCKET_BYTES
@@ -62,13 +64,18 @@ class RingFabricLogic(RingParallelLogic):
         overlap: bool | Literal["auto"] = "auto",
         timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
+        sync_every: int | str | None = None,
+        outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
+        fragments: int = 1,
         group: Group | None = None,
         **unknown: Any,
     ) -> None:
         self._construct(locals())
+        local_settings(self.arguments, strategy="RingFabricStrategy")  # raises if one is invalid
         #: By identity, as a module may define equality: each module that is set up, and what averages its gradients.
         self._averagers: dict[int, tuple[Module, GradientAverager]] = {}
         self._optimizers: list[Any] = []
+        self._local: dict[int, LocalTraining] = {}  # by identity of modules; none if they average every step
         self._backward_sync_control: BackwardSyncControl = BackwardSyncControl(self)
 
     @property
@@ -81,7 +88,13 @@ class RingFabricLogic(RingParallelLogic):
         """Average the gradients of `module` from now on."""
         if self.world_size > 1:
             broadcast_parameters(module, self.first_rank, group=self.group)
-            averager = GradientAverager(module, **self._averager_arguments)
+            own: dict[str, Any] = {}
+            if self.arguments["sync_every"] is not None:
+                local = LocalTraining(module, self.arguments, self.group)
+                if earlier := self._local.pop(id(module), None):
+                    earlier.close()
+                self._local[id(module)], own = local, local.averager_arguments
+            averager = GradientAverager(module, **{**self._averager_arguments, **own})
             if before := self._averagers.pop(id(module), None):  # a module that is set up twice keeps the second
                 before[1].close()
             self._averagers[id(module)] = module, averager
@@ -117,7 +130,27 @@ class RingFabricLogic(RingParallelLogic):
         own: Module = getattr(module, "_forward_module", module)
         if self.world_size == 1:
             return GradientAverager(own, **self._averager_arguments).skip_step_on(*exceptions)
-        return self.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
+        context = self.averager_of(own, "skip_step_on").skip_step_on(*exceptions)
+        return self._counting_skipped(context, self._local[id(own)]) if self._local else context
+
+    @contextmanager
+    def _counting_skipped(
+        self, context: AbstractContextManager[SkippableStep], local: LocalTraining
+    ) -> Iterator[SkippableStep]:
+        """Count a step that a host skips: the others have taken it."""
+        with context as step:
+            yield step
+        if step.skipped:
+            local.before_step()
+            local.after_step()
+
+    def exchange(self) -> None:
+        """With `sync_every`: exchange the weights of all modules, once all ranks have called this.
+
+        They are equal on all ranks then, to be validated or at the end; `fabric.save` does so itself.
+        """
+        for local in self._local.values():
+            local.exchange()
 
     def global_batches(
         self, loader: DataLoader[T], *modules: Module, global_batch_size: int, exact: bool = False, seed: int = 0
@@ -137,11 +170,16 @@ class RingFabricLogic(RingParallelLogic):
             global_batch_size, exact, seed: See `ring_plugins.torch.GlobalBatches`.
 
         Raises:
-            ArgumentError: A module has not been set up, or the loader cannot be divided.
+            ArgumentError: A module has not been set up, or the loader cannot be divided, or there is `sync_every`.
         """
+        self._refuse_with_exchanges("global_batches()", "hosts that train by themselves have batches of their own")
         averagers = [self._averager_in(one, "global_batches") for one in modules]
         own = getattr(loader, "_dataloader", loader)  # Fabric's wrapper of a loader that it has not divided
         return GlobalBatches(own, *averagers, global_batch_size=global_batch_size, exact=exact, seed=seed)
+
+    def _refuse_with_exchanges(self, what: str, instead: str) -> None:
+        if (every := self.arguments["sync_every"]) is not None:
+            raise ArgumentError(f"RingFabricStrategy(sync_every={every!r}) does not work with {what}: {instead}.")
 
     def _averager_in(self, module: Module, caller: str) -> GradientAverager:
         """The averager of what ``fabric.setup`` returned (Fabric 2.6.6, fabric/wrappers.py:119); new on one rank."""
@@ -160,8 +198,9 @@ class RingFabricLogic(RingParallelLogic):
             batch_size, passes: See `ring_plugins.torch.join`.
 
         Raises:
-            ArgumentError: A module has not been set up, or there is none.
+            ArgumentError: A module has not been set up, or there is none, or the strategy has `sync_every`.
         """
+        self._refuse_with_exchanges("join()", "give the ranks of a host equally many steps; hosts may have others")
         followed = list[Any]()
         for part in parts:
             if not isinstance(part, Module):
@@ -183,7 +222,17 @@ class RingFabricLogic(RingParallelLogic):
             own = {id(parameter) for parameter in module.parameters()}
             using = [other for other in self._optimizers if own & _parameters_of(other)]
             averager.compare_options(functools.partial(_groups_of, using))
+        for local in self._local_of(optimizer):
+            optimizer.register_load_state_dict_pre_hook(lambda _, state, local=local: local.resume(state))
         return optimizer
+
+    def _local_of(self, optimizer: Any) -> list[LocalTraining]:
+        """Those of the modules that an optimizer updates."""
+        if not self._local:
+            return []
+        updated = _parameters_of(optimizer)
+        modules = [module for module, _ in self._averagers.values() if updated & set(map(id, module.parameters()))]
+        return [self._local[id(module)] for module in modules]
 
     @override
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -191,6 +240,8 @@ class RingFabricLogic(RingParallelLogic):
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(to=self.first_rank)
         state: dict[str, Any] = super().get_optimizer_state(optimizer)
+        for local in self._local_of(optimizer)[:1]:
+            local.save_into(state)
         return state
 
     def divided(self, loader: Any) -> Any:
@@ -208,14 +259,20 @@ class RingFabricLogic(RingParallelLogic):
         module.to(self.root_device)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        updated = self._local_of(optimizer)
+        for local in updated:
+            local.before_step()
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        for local in updated:
+            local.after_step()
         for _, averager in self._averagers.values():
             averager.checks.updates.add()
         return result
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.exchange()
         for _, averager in self._averagers.values():
             averager.check()
         for _, averager in self._averagers.values():
@@ -227,6 +284,9 @@ class RingFabricLogic(RingParallelLogic):
         """Remove the hooks from all modules."""
         for _, averager in self._averagers.values():
             averager.close()
+        for local in self._local.values():
+            local.close()
+        self._local.clear()
         self._averagers.clear()
         self._optimizers.clear()
         super().teardown()

@@ -1,9 +1,9 @@
-"""`RingStrategy(sync_every=...)` on ranks that count as several hosts, against `LocalUpdates` in a plain loop."""
+"""Local updates in Lightning and Fabric, on ranks that count as several hosts, against those in a plain loop."""
 
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
-from ring_plugins.lightning import RingStrategy
+from ring_plugins.lightning import RingFabricStrategy, RingStrategy
 from ring_plugins.lightning.local_updates import local_settings
 from tests.launch import run_ranks
 
@@ -141,20 +141,141 @@ def test_hosts_exchange_weights(processes, nodes, tmp_path):
     assert result.values("loop") == ["ok"] * processes
 
 
+FABRIC = """
+import os
+
+import torch
+
+import ring_plugins as ring
+
+ring.init(ranks=int(os.environ["TEST_RANKS"]))
+from lightning.fabric import Fabric
+
+from ring_plugins.lightning import RingFabricStrategy
+from ring_plugins.torch import LocalUpdates
+from tests.worker import report
+
+RANK, SIZE, HOST = ring.rank(), ring.size(), ring.node_rank()
+OPTIONS = {"outer": (0.9, 0.6), "fragments": 3, "compression": "bf16"}
+path = os.path.join(os.environ["TEST_PATH"], "fabric.ckpt")
+
+
+def network(seed=5):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+
+
+def loss_of(model, index):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * index + RANK))
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def flat(module):
+    values = module.state_dict().values()  # of which hosts count batches each for itself
+    return torch.cat([one.detach().reshape(-1) for one in values if one.is_floating_point()])
+
+
+def are_equal(module):
+    own = flat(module)
+    return all(torch.equal(own, other) for other in ring.all_gather_object(own))
+
+
+def refusal(call):
+    try:
+        call()
+    except ring.ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def begun(seed, **options):
+    fabric = Fabric(accelerator="cpu", devices=SIZE, strategy=RingFabricStrategy(**options))
+    fabric.launch()
+    module = network(seed)
+    return fabric, module, *fabric.setup(module, torch.optim.Adam(module.parameters(), 0.05))
+
+
+def step(fabric, model, optimizer, index):
+    optimizer.zero_grad()
+    fabric.backward(loss_of(model, index))
+    optimizer.step()
+
+
+fabric, module, model, optimizer = begun(5 + RANK, sync_every=3, **OPTIONS)
+report("join", refusal(lambda: fabric.strategy.join(model)))
+for index in range(7):
+    step(fabric, model, optimizer, index)
+fabric.save(path, {"model": model, "optimizer": optimizer})
+report("saved", are_equal(module))
+for index in range(7, 12):
+    step(fabric, model, optimizer, index)
+fabric.strategy.exchange()
+report("equal", are_equal(module))
+
+plain = network()
+local = LocalUpdates(torch.optim.Adam(plain.parameters(), 0.05), plain, every=3, **OPTIONS)
+for index in range(12):
+    if index == 7:
+        local.exchange()
+    local.zero_grad()
+    loss_of(plain, index).backward()
+    local.step()
+local.exchange()
+local.close()
+pairs = zip(module.parameters(), plain.parameters(), strict=True)
+report("loop", max(float((one - other).detach().abs().max()) for one, other in pairs))
+
+# Another job goes on from the file. Adam's moments are those of the rank that saved.
+again, other, model, optimizer = begun(1, sync_every=3, **OPTIONS)
+again.load(path, {"model": model, "optimizer": optimizer})
+saved = torch.load(path, weights_only=True)
+velocity = again.strategy.get_optimizer_state(optimizer.optimizer)["local_updates"]["velocity"]
+report("resumed", torch.equal(velocity, saved["optimizer"]["local_updates"]["velocity"]) and bool(velocity.any()))
+for index in range(7, 12):
+    step(again, model, optimizer, index)
+again.strategy.exchange()
+report("goes on", are_equal(other))
+
+# Hosts with different numbers of steps, of which one skips some.
+third, module, model, optimizer = begun(0, sync_every=4)
+for index in range(5 + 3 * HOST):
+    with third.strategy.skip_step_on(model, MemoryError) as one:
+        if index == 2 and RANK == 0:
+            raise MemoryError
+        step(third, model, optimizer, index)
+third.strategy.exchange()
+report("uneven", are_equal(module))
+report("steps", third.strategy._local[id(module)]._rounds.steps - 3 * HOST)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "nodes"), [(4, "2"), (2, "1,1")])
+def test_hosts_exchange_weights_in_fabric(processes, nodes, tmp_path):
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path)}
+    result = run_ranks(FABRIC, processes, "exported", env=env, timeout=300)
+    for name in ("saved", "equal", "resumed", "goes on", "uneven"):
+        assert result.values(name) == [True] * processes, name
+    assert max(result.values("loop")) < 1e-5
+    assert result.values("steps") == [5] * processes
+    assert all("does not work with join()" in text for text in result.values("join"))
+
+
+@pytest.mark.parametrize("strategy", [RingStrategy, RingFabricStrategy])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"sync_every": 0}, "sync_every=0 must be a number of steps from 1, or a time"),
         ({"sync_every": 8, "fragments": 3}, "fragments=3 must divide sync_every=8"),
         ({"sync_every": 8, "outer": "adam"}, "outer='adam' must be"),
-        ({"outer": "nesterov"}, r"RingStrategy\(outer='nesterov'\) needs sync_every"),
-        ({"fragments": 2}, r"RingStrategy\(fragments=2\) needs sync_every"),
+        ({"outer": "nesterov"}, r"Strategy\(outer='nesterov'\) needs sync_every"),
+        ({"fragments": 2}, r"Strategy\(fragments=2\) needs sync_every"),
         ({"sync_every": 8, "shard_optimizer": True}, "does not work with shard_optimizer=True"),
     ],
 )
-def test_bad_arguments(options, text):
+def test_bad_arguments(strategy, options, text):
     with pytest.raises(ArgumentError, match=text):
-        RingStrategy(**options)
+        strategy(**options)
 
 
 def test_settings_know_the_number_of_steps():
