@@ -69,3 +69,14 @@ def test_uneven_data(backend, tmp_path):
     found = re.findall(r"^ranks 3, batches of an epoch \[8, 15, 22\], test accuracy ([\d.]+)$", result.stdout, re.M)
     assert len(found) == 1 and float(found[0]) >= 0.94, result
     assert "Epoch 1/8" not in result.stdout and result.stdout.count("Epoch 8/8") == 1, result
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*(("keras_slow_network", backend) for backend in BACKENDS), ("jax_slow_network", "jax")]
+)
+def test_slow_networks(name, backend):
+    env = environment(backend, HIDDEN_PACKAGES="", RING_VIRTUAL_NODES="1,2")
+    result = run_ranks(EXAMPLES / f"{name}.py", 3, "exported", env=env, timeout=280)
+    (found,) = re.findall(r"^ranks 3, hosts 2, validation accuracy ([\d.]+)(.*)$", result.stdout, re.MULTILINE)
+    assert float(found[0]) >= 0.9
+    assert found[1] in ("", ", equal weights")
