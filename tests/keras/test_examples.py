@@ -71,6 +71,7 @@ def test_uneven_data(backend, tmp_path):
     assert "Epoch 1/8" not in result.stdout and result.stdout.count("Epoch 8/8") == 1, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"), [*(("keras_slow_network", backend) for backend in BACKENDS), ("jax_slow_network", "jax")]
 )
