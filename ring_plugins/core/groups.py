@@ -59,7 +59,6 @@ class Group:
     def __init__(self, ranks: Iterable[int], *, purpose: str = "") -> None:
         self._world = world = current()
         given = _checked(ranks, world)
-        world_ranks = tuple(world.world_ranks[rank] for rank in given)
         #: For messages.
         self.name = f"{purpose or 'group'} of {name_ranks(given, 8)}" if given else "empty group"
         self._given, self._is_closed = given, False
@@ -68,12 +67,13 @@ class Group:
         if world.recovers and given == (*range(world.topology.size),) and not purpose:
             self._communicator = world.new_communicator(self.name)
             return
+        if world.recovers and purpose and given == (world.topology.rank,):  # while others make one of several
+            world.communicator.all_gather_object(None)
+            self._communicator = SingleCommunicator(self.name, world.world_rank)
+            return
+        world_ranks = tuple(world.world_ranks[rank] for rank in given)
         if world.recovers and purpose:  # of ranks that no other host waits for
             told = partial(_gathered_by_all, world.communicator, world_ranks)
-            if len(given) == 1:  # which gathers nothing, while the others do
-                told(None)
-                self._communicator = SingleCommunicator(self.name, world.world_rank)
-                return
             self._communicator = world.new_communicator(
                 self.name, world_ranks, told, within=world.communicator, within_host=world.recovery_within_host()
             )

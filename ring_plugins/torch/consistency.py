@@ -340,6 +340,20 @@ def _outermost(optimizers: list[Optimizer]) -> list[Optimizer]:
 # Lost ranks -----------------------------------------------------------------------------------------
 
 
+def check_has_joined() -> None:
+    """Check that this process may train.
+
+    Raises:
+        ArgumentError: it is to take the place of a lost rank, and has not joined.
+    """
+    if current().is_joining:
+        raise ArgumentError(
+            "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
+            'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
+            "its commit() after each step."
+        )
+
+
 class RecoveryCheck:
     """Compares all ranks after some were lost or joined, for one averager.
 
@@ -365,14 +379,10 @@ class RecoveryCheck:
         """Refuse to average before this process has joined the others; returns whether it wants ranks to change.
 
         Raises:
-            ArgumentError: it is to take the place of a lost rank, and has not joined.
+            ArgumentError: as `check_has_joined`.
         """
         if self._job.is_joining:
-            raise ArgumentError(
-                "this process takes the place of a lost rank, and averages gradients before it has joined the others: "
-                'with on_failure="replace", make a ring_plugins.torch.TrainingState before the training loop, and call '
-                "its commit() after each step."
-            )
+            check_has_joined()
         return self._job.elastic.wants_change
 
     def after_pass(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -27,7 +27,7 @@ from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.world import constructed_by_all, current
 from ring_plugins.observe.averaging_check import averages_seldom
 from ring_plugins.observe.consistency import differing_weights
-from ring_plugins.torch.consistency import parameter_checksums
+from ring_plugins.torch.consistency import check_has_joined, parameter_checksums
 from ring_plugins.torch.optimizer import DistributedOptimizer
 from ring_plugins.torch.sharded_optimizer import Shard
 from ring_plugins.torch.skipped_steps import SkippableStep
@@ -60,8 +60,8 @@ class LocalUpdates(DistributedOptimizer):
         group: whose ranks train the model, by default all; only these construct it.
 
     Raises:
-        ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure="replace"`, or
-            "continue" and several GPUs on one of several hosts.
+        ArgumentError: an argument is invalid, they do not suit each other, or the job has `on_failure="replace"` and
+            several ranks on one of several hosts that average every step, or "continue" and several GPUs there.
         MismatchError: arguments or parameters differ among ranks.
     """
 
@@ -91,8 +91,6 @@ class LocalUpdates(DistributedOptimizer):
         members = communicator_of(group)
         with constructed_by_all("the construction of LocalUpdates", members):
             current().elastic.widest = max(current().elastic.widest, members.size)  # so no host leaves by itself
-            if current().replaces:
-                current().refuse_to_recover('LocalUpdates ("continue" works)')
             codec = Compression.named(compression, error_feedback)
             settings = Settings.checked(every, outer, fragments, codec, steps, delay=delay)
             if delay:
@@ -146,6 +144,7 @@ class LocalUpdates(DistributedOptimizer):
 
     def _begin(self) -> None:
         """Take the anchor before the first step: until then a script may load or broadcast weights."""
+        check_has_joined()
         if not self.averager.is_closed:
             self._outer.start(self._named(), self._buffers)
 
@@ -264,8 +263,16 @@ class BetweenHosts(OuterSteps):
             settings = settings._replace(within_host=within_host)
             super().__init__(settings, communicator, number, described, planned)
             if communicator.recovers:
-                current().elastic.averages = True  # exchanges tell who is to leave
-                self.team = Group(self.mates, purpose="local updates" if self.teams > 1 else "")
+                current().elastic.averages = True  # exchanges tell who is to leave, and who waits to join
+                mates = self.mates
+                if current().replaces:  # what joins is alone, and knows of the others' places only
+                    self.teams = own.num_nodes if within_host else own.size
+                    mates = [own.rank] if self.teams > 1 else [*range(own.size)]
+                if current().replaces and 1 < self.teams < own.size:
+                    current().refuse_to_recover(
+                        "LocalUpdates on several hosts, of which some have several ranks, unless within_host=False,"
+                    )
+                self.team = Group(mates, purpose="local updates" if self.teams > 1 else "")
             else:
                 self.team = Group.split(number, group=group)
         except BaseException:
@@ -295,7 +302,10 @@ class BetweenHosts(OuterSteps):
 
     def follow_changes(self, wanted: int) -> bool:
         if wanted:
+            pending = self._elastic.pending
             self._elastic.change_members()
+            if not self.are_together:  # some come to no TrainingState.commit() now, where processes join
+                self._elastic.pending = pending
         if self._elastic.changes.untold:
             self._elastic.tell_changes()
         return self._elastic.is_ending

@@ -230,7 +230,7 @@ class TrainingState(ListedState):
             self._commits += 1
             was_compared = common_place.is_compared
             common_place.take(self._integers())
-            if not was_compared and communicator.size > 1:
+            if not was_compared and communicator.size > 1 and not current().elastic.exchanges:
                 common_place.say(communicator)
 
     def _described(self) -> str:

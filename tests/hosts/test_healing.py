@@ -257,5 +257,5 @@ def test_a_rank_leaves_local_updates_at_an_exchange_of_all_it_has_learned(one_ra
     at = 7 if fragments == 1 else 5
     assert len([one for one in history if one[0] == at]) == fragments
     assert all(("1" in since) == (step <= at) for step, _, since in history)
-    assert changes == [[at, [], [1], 3, 2]]
+    assert changes == [[at, [], [1], 3, 2, []]]
     assert " left on SIGTERM; the job goes on with 2 of its 3 ranks" in result.output

@@ -22,7 +22,8 @@ from torch import nn
 import ring_plugins as ring
 from ring_plugins.core.gradients.local_updates import OuterSteps
 from ring_plugins.core.world import current
-from ring_plugins.torch import LocalUpdates
+from ring_plugins.torch import LocalUpdates, TrainingState
+from tests.joiners import wait_for_joiners
 from tests.mortal import end_at
 from tests.worker import report
 
@@ -45,10 +46,17 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss
 
 
+def slot_of(rank: int) -> int:
+    """The place of a process, by its world rank."""
+    return current().members.known[rank].slot
+
+
 def main() -> None:
-    ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="continue", min_ranks=int(os.environ["TEST_MIN"]))
+    policy, ranks = os.environ.get("TEST_POLICY", "continue"), int(os.environ["TEST_RANKS"])
+    ring.init(ranks=ranks, on_failure=policy, min_ranks=int(os.environ["TEST_MIN"]))
     me = ring.rank()
-    step_of_death, point = json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
+    is_new = current().is_joining
+    step_of_death, point = (None, "") if is_new else json.loads(os.environ["TEST_DEATHS"]).get(str(me), (None, ""))
     model, history, changes, teams, step = network(), list[Any](), list[Any](), list[Any](), 0
     optimizer = LocalUpdates(optimizer_of(model), model, **json.loads(os.environ["TEST_OPTIONS"]))
     outer, exchange = optimizer._outer, OuterSteps._exchange
@@ -57,18 +65,22 @@ def main() -> None:
         before = self.exchanges
         exchange(self, fragment, told)
         if self.exchanges > before:
-            members = self._communicator.ranks
-            history.append([step, self._cuts[fragment], {rank: told[rank].since[fragment] for rank in members}])
+            since = {slot_of(rank): told[rank].since[fragment] for rank in self._communicator.ranks}
+            history.append([step, self._cuts[fragment], since])
 
     OuterSteps._exchange = logged  # type: ignore[method-assign]
 
     @ring.on_membership_change
     def told(change: ring.MembershipChange) -> None:
         mine = [step, [*change.lost], [*change.left], change.size_before, change.size]
-        assert ring.all_gather_object(mine) == [mine] * ring.size()
-        changes.append(mine)
+        assert policy == "replace" or ring.all_gather_object(mine) == [mine] * ring.size()
+        changes.append([*mine, [*map(slot_of, change.joined)]])
 
-    for step in range(STEPS):
+    state = TrainingState(model=model, optimizer=optimizer, step=0)
+    for step in range(state.step, STEPS):
+        if policy == "replace":
+            missing = {*range(ranks)} - {*map(slot_of, current().world_ranks)}
+            wait_for_joiners(missing, 60.0)
         optimizer.zero_grad()
         if step == step_of_death and point.startswith("barrier"):
             end_at(point)
@@ -77,11 +89,14 @@ def main() -> None:
         if step == step_of_death and not point.startswith("barrier"):
             end_at(point)
         optimizer.step()
+        state.step = step + 1
+        if policy == "replace":
+            state.commit()
     step = STEPS
     if step_of_death == STEPS:
         end_at(point)
     optimizer.finish()
-    assert current().world_ranks[ring.rank()] == me
+    assert slot_of(current().world_ranks[ring.rank()]) == me
     whole = outer.anchor.tobytes().hex()
     found = {"anchor": outer.anchor.tolist(), "history": history, "changes": changes, "bits": whole}
     report("found", found, me)

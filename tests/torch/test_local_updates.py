@@ -1,6 +1,7 @@
 """Local updates: `checks_local_updates.py` on several ranks, and what one process can see."""
 
 import contextlib
+import copy
 import json
 from pathlib import Path
 
@@ -58,11 +59,12 @@ def test_nobody_warns_of_steps_without_averages():
     assert "averaged" not in result.output
 
 
-def replayed(history, ranks, outer, teams):
+def replayed(history, ranks, outer, teams, joined=()):
     """The anchor of one process that has a model for each rank, and averages those that took part in each exchange.
 
     Args:
         teams: by rank, whose gradients were averaged in each step.
+        joined: (step, rank) of those that got the anchor behind it, and the first other rank's optimizer.
     """
     models = [network() for _ in range(ranks)]
     flats = [FlatWeights([*model.parameters()], [*floating_buffers(model).values()]) for model in models]
@@ -89,6 +91,9 @@ def replayed(history, ranks, outer, teams):
             anchor[middle:end] = mean[middle - start :]
             for flat in flats:
                 flat.write(start, anchor[start:end])
+        for rank in (rank for at, rank in joined if at == step):
+            optimizers[rank].load_state_dict(copy.deepcopy(optimizers[0 if rank else 1].state_dict()))
+            flats[rank].write(0, anchor)
     return anchor
 
 
@@ -129,6 +134,7 @@ def lose(deaths, run=on_one_host, ranks=3, **options):
         assert all(is_there for (step, _, _), is_there in zip(history, there, strict=True) if step < last)
         assert point != "dies" or sum(there) == sum(step < last for step, _, _ in history)
     assert sorted(rank for one in changes for rank in [*one[1], *one[2]]) == sorted(deaths)
+    assert not any(one[5] for one in changes)
     fragments = options.get("fragments", 1)
     gap = options["every"] // fragments
     at_the_end = [STEPS] if fragments > 1 or STEPS % gap else []
@@ -184,6 +190,33 @@ def test_a_host_goes_on_without_one_of_its_ranks_in_the_middle_of_a_round(nodes,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "options"),
+    [
+        ({1: [1, "dies"]}, {}),
+        ({0: [3, "barrier 2 in"]}, {"outer": "nesterov", "fragments": 2}),
+        ({2: [1, "SIGTERM"]}, {"compression": "int8"}),
+    ],
+)
+def test_a_process_that_takes_a_place_begins_with_the_anchor(deaths, options):
+    options = {"every": 4, "within_host": False, **options}
+    env = {"TEST_DEATHS": json.dumps(deaths), "TEST_OPTIONS": json.dumps(options), "TEST_MIN": "1"}
+    result = run_ranks(RECOVERY, 3, env=env | {"TEST_POLICY": "replace"}, timeout=120)
+    found = [result.reports[rank]["found"] for rank in range(3)]
+    assert all(one["bits"] == found[0]["bits"] for one in found), str(result)
+    of_whole = found[next(rank for rank in range(3) if rank not in deaths)]
+    joined = [(one[0], slot) for one in of_whole["changes"] for slot in one[5]]
+    assert [slot for _, slot in joined] == [*deaths]
+    step = joined[0][0]
+    assert step in range(4, STEPS - 1)
+    assert {len(since) for at, _, since in of_whole["history"] if at > step} == {3}
+    if "compression" not in options:
+        outer = (0.9, 0.6) if "outer" in options else (1.0, 0.0)
+        expected = replayed(of_whole["history"], 3, outer, [[]] * 3, joined)
+        np.testing.assert_allclose(of_whole["anchor"], expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "options"), [("1,1", {}), ("2,1", {"fragments": 2}), ("1,1", {"delay": 2})], ids=str)
 def test_all_leave_at_one_exchange_when_a_rank_is_told_that_the_job_ends(nodes, options):
     script = """
@@ -234,10 +267,7 @@ def test_what_does_not_survive_a_loss_is_rejected_with_a_remedy():
             LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=2, delay=1)
         report("text", str(caught.value))
     """
-    for launcher, policy, text in (
-        ("exported", "continue", "LocalUpdates(delay=1) does not support on_failure="),
-        ("spawned", "replace", 'LocalUpdates ("continue" works) does not support on_failure="replace"'),
-    ):
+    for launcher, policy, text in (("exported", "continue", "LocalUpdates(delay=1) does not support on_failure="),):
         env = {"TEST_POLICY": policy} | ({"RING_VIRTUAL_NODES": "2,1"} if launcher == "exported" else {})
         texts = run_ranks(script, 3, launcher, env=env, timeout=100).values("text")
         assert len(texts) == 3

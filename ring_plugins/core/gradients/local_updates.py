@@ -91,7 +91,7 @@ class OuterSteps:
 
     Attributes:
         steps, exchanges: how many there have been; fragments count by their share.
-        is_idle: whether there is nothing to exchange: all ranks are in one team, and the outer optimizer averages.
+        are_together: whether all ranks were at the same place in the last exchange, or some have waited for others.
         is_over: whether all ranks know, since an exchange of all fragments, that the job ends.
         teams: how many there are.
         mates: places in the communicator of the ranks in this one's team.
@@ -119,11 +119,11 @@ class OuterSteps:
                 self._check_equal(f"weight {i} of the model", mine, its, rank)
         self.teams = len({one for *_, one in told})
         self.mates = [place for place, (*_, one) in enumerate(told) if one == team]
-        self.is_idle = settings.outer == (1.0, 0.0) and self.teams == 1
         self.steps, self.exchanges = 0, 0.0
         self.weights: Weights | None = None
         self._gap = self._left = max(settings.every // settings.fragments, 1)
         self._turn, self._checksum, self._is_timed, self.is_over = 0, 0, False, False
+        self.are_together, self._ranks = True, communicator.ranks
         self._ended, self._steps_then = time.monotonic(), 0
         self._late: _Late | None = None
         found = settings.misfit(planned)
@@ -136,6 +136,11 @@ class OuterSteps:
                 f"local updates: {name} is {first} on rank {self._communicator.ranks[0]} and {second} on rank {rank}. "
                 "Give all ranks the same."
             )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to exchange: all ranks are in one team, and the outer optimizer averages."""
+        return self.teams == 1 and self._settings.outer == (1.0, 0.0)
 
     @property
     def has_begun(self) -> bool:
@@ -221,6 +226,8 @@ class OuterSteps:
         """
         self._end_late()
         began, steps, ranks = time.monotonic(), self.steps - self._steps_then, self._communicator.ranks
+        if not {*ranks} <= {*self._ranks}:  # one that has joined has got the whole anchor
+            self._checksum = zlib.crc32(self.anchor.view(np.uint8))
         own = Told(
             *(turn, tuple([self.steps - at for at in self._at]), self._checksum, self._team),
             pace=(began - self._ended) / steps if steps else 0.0,
@@ -251,6 +258,7 @@ class OuterSteps:
             self._tell_times(steps, own.pace, self._ended - met)
         if is_late and wanted:
             return self._meet(ALL)  # the others call it once they have ended this one
+        self.are_together, self._ranks = len({one.turn == ALL for one in told}) == 1, self._communicator.ranks
         self.is_over = self.follow_changes(wanted) and due == ALL
         return all(one.turn == ALL for one in told) or self.is_over
 
