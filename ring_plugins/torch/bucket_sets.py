@@ -347,7 +347,8 @@ class BucketSets:
         more = f" and {len(found) - 1} other changes" if len(found) > 1 else ""
         text = (
             f"{error} This rank has other buckets than before, since {found[0]}{more} (requires_grad). Freeze and "
-            "unfreeze the same parameters on all ranks, between the same two steps."
+            "unfreeze the same parameters on all ranks, between the same two steps, and not while a rank that has run "
+            "out of data waits in join(): that one cannot do so."
         )
         error.args = (text,)  # what has been told to other ranks about it stays
 
