@@ -236,3 +236,65 @@ def test_what_ranks_read_together_is_right_or_told():
         for text in result.values(kind):
             assert "rank 0 and rank 1 have drawn different samples" in text
             assert "seed a generator" in text
+
+
+METRICS = """
+import os
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics.classification import MulticlassF1Score
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+torch.set_default_dtype(torch.float64)  # in which Lightning adds what is logged, too
+ranks = int(os.environ["TEST_RANKS"])
+ring.init(ranks=ranks)
+x, y = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(0))
+
+def metrics():
+    return torch.nn.ModuleDict({"error": MeanSquaredError(), "mean": MeanMetric(),
+                                "f1": MulticlassF1Score(num_classes=3, average="macro")})
+
+def update(found, x, y):
+    found["error"].update(x, y)
+    found["mean"].update((x * y).sum(1))
+    found["f1"].update(x, y.argmax(1))
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.metrics = metrics()
+
+    def test_step(self, batch, batch_idx):
+        update(self.metrics, *batch)
+        self.log_dict(dict(self.metrics))
+        self.log("logged", (batch[0] - batch[1]).square().mean(), sync_dist=True)
+
+    validation_step = test_step
+
+for count in (1, 2, 7, 11):
+    alone = metrics().requires_grad_(False)
+    update(alone, x[:count], y[:count])
+    expected = {name: float(one.compute()) for name, one in alone.items()}
+    expected["logged"] = expected["error"]
+    for kind in ("test", "validate"):
+        trainer = Trainer(
+            strategy=RingStrategy(), devices=ranks, accelerator="cpu", logger=False, enable_model_summary=False,
+            enable_progress_bar=False, enable_checkpointing=False,
+        )
+        found = getattr(trainer, kind)(Model(), DataLoader(TensorDataset(x[:count], y[:count]), 2), verbose=False)[0]
+        report(f"{kind} {count}", {name: found[name] - one for name, one in expected.items()})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_metrics_are_those_of_one_process(count):
+    result = run_ranks(METRICS, count, timeout=240)
+    for samples in (1, 2, 7, 11):
+        for kind in ("test", "validate"):
+            for errors in result.values(f"{kind} {samples}"):
+                assert max(map(abs, errors.values())) < 1e-7, (kind, samples, errors)

@@ -94,6 +94,9 @@ def test_a_batch_has_as_many_samples_as_the_loader_draws_whatever_its_tensors_sh
         ("shard", 2),
         ("zero", 3),
         ("continue", 2),
+        ("accumulate+shard+clip", 3),
+        ("accumulate+norm+tensors", 2),
+        ("zero+norm+stream", 3),
     ],
 )
 def test_weights_logs_and_metrics_are_those_of_one_process(case, count):
@@ -169,3 +172,52 @@ def test_intervals_between_validations_are_those_of_the_longest_rank_and_own_cal
         assert result.values(str(counts)) == [[3], [3]]
     assert ["must be less than or equal to the number" in text for text in result.values("5")] == [True, True]
     assert ["self.manual_backward(loss)" in text for text in result.values("1.0")] == [True, True]
+
+
+KILLED = """
+import os, signal
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+import ring_plugins as ring
+from ring_plugins.lightning import RingStrategy
+from tests.worker import report
+
+ring.init(ranks=3, on_failure="continue")
+rank, victim = ring.rank(), int(os.environ["TEST_VICTIM"])
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.trained = torch.nn.Linear(1, 1), 0
+
+    def training_step(self, batch, batch_idx):
+        if rank == victim and self.current_epoch == 0 and self.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.trained += not self.trainer.strategy.ran_out
+        self.log("loss", batch.mean(), sync_dist=True)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+torch.manual_seed(rank)
+loader = DataLoader(torch.randn(2 * (8, 6, 2)[rank], 1), 2)
+trainer = Trainer(
+    strategy=RingStrategy(on_failure="continue"), devices=3, accelerator="cpu", logger=False, max_epochs=2,
+    enable_model_summary=False, enable_progress_bar=False, enable_checkpointing=False, use_distributed_sampler=False,
+)
+model = Model()
+trainer.fit(model, loader)
+report("trained", [model.trained, trainer.global_step, trainer.current_epoch])
+report("weights", [p.flatten().tolist() for p in model.parameters()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "trained"), [(1, [16, 4]), (2, [16, 12]), (0, [12, 4])])
+def test_a_rank_is_lost_while_another_has_run_out(victim, trained):
+    result = run_ranks(KILLED, 3, env={"TEST_VICTIM": str(victim)}, timeout=180, check=False)
+    found = [report for rank, report in sorted(result.reports.items()) if "trained" in report]
+    assert [one["trained"][0] for one in found] == trained
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["trained"][1:] == found[1]["trained"][1:]

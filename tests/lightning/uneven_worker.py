@@ -13,11 +13,11 @@ from ring_plugins.lightning import RingStrategy
 from tests.worker import report
 
 RANKS = int(os.environ["TEST_RANKS"])
-CASE = os.environ["TEST_CASE"]
-ring.init(ranks=RANKS, on_failure="continue" if CASE == "continue" else "end")
+CASES = os.environ["TEST_CASE"].split("+")
+ring.init(ranks=RANKS, on_failure="continue" if "continue" in CASES else "end")
 BATCH, EPOCHS = 4, 2
 #: Batches of each rank, the last of which may be smaller.
-COUNTS = {"zero": (3, 0, 2), "accumulate": (7, 4, 2)}.get(CASE, (5, 3, 4))[:RANKS]
+COUNTS = ((3, 0, 2) if "zero" in CASES else (7, 4, 2) if "accumulate" in CASES else (5, 3, 4))[:RANKS]
 torch.manual_seed(0)
 X, Y = torch.randn(2, 40 * RANKS, 3, dtype=torch.float64)
 
@@ -33,7 +33,7 @@ class Stream(IterableDataset):
 
 
 def loader():
-    data = Stream() if CASE == "stream" else [(X[i], Y[i]) for i in own(ring.rank())]
+    data = Stream() if "stream" in CASES else [(X[i], Y[i]) for i in own(ring.rank())]
     return DataLoader(data, BATCH)
 
 
@@ -41,10 +41,10 @@ class Model(LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        norm = [torch.nn.BatchNorm1d(5)] if CASE == "norm" else []
+        norm = [torch.nn.BatchNorm1d(5)] if "norm" in CASES else []
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 5), *norm, torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
         self.seen = SumMetric()
-        self.automatic_optimization = CASE != "manual"
+        self.automatic_optimization = "manual" not in CASES
         self.logged = []
 
     def training_step(self, batch, batch_idx):
@@ -53,7 +53,7 @@ class Model(LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("most", float(len(x)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
         self.seen.update(len(x))
-        if CASE == "manual":
+        if "manual" in CASES:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -80,7 +80,7 @@ def alone():
     module = Model()
     optimizer = torch.optim.Adam(module.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    every, losses = 3 if CASE == "accumulate" else 1, []
+    every, losses = 3 if "accumulate" in CASES else 1, []
     for _ in range(EPOCHS):
         by_rank = [[list(own(rank))[i : i + BATCH] for i in range(0, len(own(rank)), BATCH)] for rank in range(RANKS)]
         longest = max(map(len, by_rank))
@@ -90,11 +90,11 @@ def alone():
             (loss / every).backward()
             losses.append(loss.item())
             if number % every == every - 1 or number == longest - 1:
-                if CASE == "clip":
+                if "clip" in CASES:
                     torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-                if CASE != "manual":  # there Lightning leaves it to the script
+                if "manual" not in CASES:  # there Lightning leaves it to the script
                     scheduler.step()
     return module, losses
 
@@ -106,7 +106,10 @@ def flat(module):
 
 
 trainer = Trainer(
-    strategy=RingStrategy(shard_optimizer=CASE == "shard", on_failure="continue" if CASE == "continue" else None),
+    strategy=RingStrategy(
+        shard_optimizer="tensors" if "tensors" in CASES else "shard" in CASES,
+        on_failure="continue" if "continue" in CASES else None,
+    ),
     devices=RANKS,
     accelerator="cpu",
     max_epochs=EPOCHS,
@@ -115,11 +118,11 @@ trainer = Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
     use_distributed_sampler=False,
-    sync_batchnorm=CASE == "norm",
-    accumulate_grad_batches=3 if CASE == "accumulate" else 1,
-    gradient_clip_val=0.1 if CASE == "clip" else None,
+    sync_batchnorm="norm" in CASES,
+    accumulate_grad_batches=3 if "accumulate" in CASES else 1,
+    gradient_clip_val=0.1 if "clip" in CASES else None,
     num_sanity_val_steps=0,
-    val_check_interval=1.0 if CASE == "stream" else 0.5,
+    val_check_interval=1.0 if "stream" in CASES else 0.5,
     log_every_n_steps=1,
 )
 model = Model()
