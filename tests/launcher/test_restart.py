@@ -424,7 +424,7 @@ def test_one_that_is_told_to_leave_does_so_once_and_another_takes_its_place_only
     job.next = RUNS
     job.slots.let_leave([1])
     job.tick(3)
-    job.process(1).wait()
+    job.process(1).wait(30)
     OwnSlot(job.rows.memory, 1).note(State.LEFT)
     job.tick(3)
     assert job.process(1).returncode == -15 and job.started == [] and job.told == []
@@ -441,7 +441,7 @@ def test_one_that_has_not_come_yet_is_not_told_to_leave_before_it_has(job):
     assert job.process(1).poll() is None
     job.join(1, 1)
     job.tick()
-    assert job.process(1).wait() == -15
+    assert job.process(1).wait(30) == -15
 
 
 def test_one_that_has_not_joined_is_killed_if_nobody_is_wanted_there(job):
@@ -450,6 +450,6 @@ def test_one_that_has_not_joined_is_killed_if_nobody_is_wanted_there(job):
     job.tick()
     job.slots.let_leave([1])
     job.tick()
-    assert job.process(1).wait() == -9
+    assert job.process(1).wait(30) == -9
     job.tick(2)
     assert len(job.started) == 1 and job.slots.given_back == [1]
