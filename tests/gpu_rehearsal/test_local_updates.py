@@ -1,0 +1,15 @@
+import pytest
+
+pytestmark = [pytest.mark.gpu_rehearsal, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(("processes", "nodes"), [(2, "1,1"), (4, "2")])
+def test_hosts_of_gpus_exchange_weights(rehearse, processes, nodes):
+    hosts = {"RING_VIRTUAL_NODES": nodes}
+    result = rehearse("local_updates", ranks=processes, lag=100, launcher="exported", variables_too=hosts)
+    for found in result.reports.values():
+        assert found["unlike one process"] < 1e-5
+        assert found["unlike, in 8 bits"] < 5e-2
+        for codec in (None, "int8"):
+            assert found[f"anchors are equal, {codec}"] == found[f"weights are equal, {codec}"] == 1
+            assert found[f"exchanges, {codec}"] == 3
