@@ -60,7 +60,7 @@ class UnevenData:
         MismatchError: the numbers differ, and ranks cannot be joined.
     """
 
-    def __init__(self, callback: Any, communicator: Communicator[Any], hindrance: str, left: int | None = None) -> None:
+    def __init__(self, callback: Any, communicator: Communicator[Any], left: int | None = None) -> None:
         self._model, self.is_filling, self.others_have = callback._model, False, False
         self._iterator, self._done = argument_of_fit("epoch_iterator"), 0
         self._patches, self._ahead = list[Patch](), _Ahead(iter(()))
