@@ -26,6 +26,7 @@ from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current, is_initialized
 from ring_plugins.torch import differentiable
 from ring_plugins.torch.backend import register
+from ring_plugins.torch.device import for_other_gpus
 from ring_plugins.torch.rendezvous import store_from_world
 from ring_plugins.torch.tensors import OPERATIONS
 
@@ -219,16 +220,17 @@ def broadcast_object(item: T, src: int, group: Group | None = None) -> T:
     """The object of a rank, on all ranks; if that rank is lost meanwhile, of the lowest that is left.
 
     Args:
-        item: Any.
+        item: Any. Its tensors on a GPU come to each rank's own.
         src: A rank of those that train together.
         group: These; all ranks by default.
     """
     place = check_rank(src, communicator_of(group), "src")
     source = Root(place if group is None else group.ranks[place])
+    sent = for_other_gpus(item)
 
     def attempt() -> Any:
         communicator = communicator_of(group)
-        return communicator.broadcast_object(item, source.rank_in(communicator), purpose="strategy.broadcast")
+        return communicator.broadcast_object(sent, source.rank_in(communicator), purpose="strategy.broadcast")
 
     result: T = repeated(attempt)
-    return result
+    return item if result is sent else result

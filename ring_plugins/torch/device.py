@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,30 @@ def index_of(tensor: torch.Tensor) -> int:
 def own_device() -> torch.device:
     """The current GPU of this process."""
     return torch.device(KIND, torch.cuda.current_device())
+
+
+def for_other_gpus(item: Any) -> Any:
+    """What to pickle for other ranks instead of an object: it is unpickled as that, with tensors on the current GPU.
+
+    By themselves they would come to the GPU that has the sender's number, which is another rank's, or none.
+    """
+    return _ForOtherGpus(item) if torch.cuda.is_initialized() else item
+
+
+class _ForOtherGpus:
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        torch.save(self._item, data := io.BytesIO(), pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        return _on_own_gpu, (data.getvalue(),)
+
+
+def _on_own_gpu(data: bytes) -> Any:
+    def place(storage: Any, location: str) -> Any:
+        return storage.cuda() if location.startswith(KIND) else storage
+
+    return torch.load(io.BytesIO(data), place, weights_only=False)
 
 
 def set_device(index: int) -> None:

@@ -37,6 +37,7 @@ from ring_plugins.core.groups import Group
 from ring_plugins.core.world import current
 from ring_plugins.observe.consistency import Checks
 from ring_plugins.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ring_plugins.torch.device import for_other_gpus
 from ring_plugins.torch.hooks import OwnGradients
 from ring_plugins.torch.sharded_optimizer import is_sharded
 
@@ -241,13 +242,15 @@ class join:  # noqa: N801 - a context, named as a function
             if owner is not averager:
                 continue
             if isinstance(part, Optimizer) and is_sharded(part):
-                _set_options(part, ring.broadcast_object(_options_of(part), _present(came_last), group=group))
+                options = for_other_gpus(own := _options_of(part))
+                told = ring.broadcast_object(options, _present(came_last), group=group)
+                _set_options(part, own if told is options else told)
             elif isinstance(part, Optimizer):
                 broadcast_optimizer_state(part, _present(came_last), group=group)
             elif hasattr(part, "load_state_dict"):
                 state, root = part.state_dict(), _present(came_last)
                 is_mine = ring.rank() == root
-                state = ring.broadcast_object(state, root, group=group)
+                state = ring.broadcast_object(for_other_gpus(state), root, group=group)
                 if not is_mine:
                     part.load_state_dict(state)
 
@@ -312,7 +315,7 @@ def share_step(averager: Averager, optimizer: Optimizer | None, has_ended: bool 
     """
     communicator = averager.communicator
     gradients = [parameter.grad for _, parameter in averager.named_parameters]
-    ours = None if has_ended or optimizer is None else (_options_of(optimizer), gradients)
+    ours = None if has_ended or optimizer is None else for_other_gpus((_options_of(optimizer), gradients))
     told = communicator.all_gather_object(ours, "a sharded step in join()")
     found = next((one for one in told if one is not None), None)
     if found is not None and ours is None and optimizer is not None:

@@ -33,3 +33,10 @@ def test_programs_of_the_day_with_a_card(rehearse, program):
     for key in ("bitwise", "same_on_all_ranks", "close", "equal"):
         assert all(fact.get(key, True) for fact in facts), facts
     assert all("bitwise" in fact or "close" in fact or "equal" in fact for fact in facts), facts
+
+
+def test_what_ranks_send_pickled_comes_to_the_receivers_gpu(rehearse):
+    result = rehearse("objects", lag=100)
+    assert result.values("told") == [[f"cuda:{rank}", [2.0, 2.0], "cpu"] for rank in range(2)]
+    assert result.values("finite") == [True, True] and result.values("unlike rank 0") == [0, 0]
+    assert max(result.values("unlike a sharded one")) < 1e-6

@@ -1,5 +1,6 @@
 """Where tensors are, without a GPU."""
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,19 @@ def test_asking_where_a_tensor_is_imports_nothing_but_memory():
     lines = Path(device.__file__).read_text().splitlines()
     ours = [line.split()[1] for line in lines if line.startswith(("from ring_plugins", "import ring_plugins"))]
     assert ours == ["ring_plugins.core.arrays.memory"]
+
+
+def test_tensors_on_a_gpu_are_unpickled_on_the_receivers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    item = {"here": torch.arange(3.0), "more": [torch.ones(2, dtype=torch.int8), "text"]}
+    data = pickle.dumps(device.for_other_gpus(item))
+    found = pickle.loads(data)
+    assert found["here"].tolist() == [0, 1, 2] and found["more"][0].tolist() == [1, 1] and found["more"][1] == "text"
+    placed = []
+    monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: placed.append(len(storage)) or storage)
+    monkeypatch.setattr(device, "KIND", "cpu")
+    pickle.loads(data)
+    assert placed == [12, 2]
 
 
 def test_handle_0_is_the_default_stream(monkeypatch):
