@@ -15,7 +15,7 @@ from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.keras.averaging import BUCKET_BYTES, averagings_of
 from ring_plugins.keras.backup import Backups
 from ring_plugins.keras.consistency import updating_optimizers
-from ring_plugins.keras.job import connect, members
+from ring_plugins.keras.job import are_several, connect, members
 from ring_plugins.keras.learning_rate import warn_of_steps
 from ring_plugins.keras.local_updates import LocalFit, local_settings
 from ring_plugins.keras.rates import forget_last_rate
@@ -44,7 +44,7 @@ def broadcast_variables(model: keras.Model, root_rank: int | None = None, *, gro
     ranks = members(group).communicator
     with on_all_or_none(ranks, "broadcast_variables"):
         root = Root(check_root(root_rank, group))
-        if ranks.size > 1:
+        if are_several(ranks):
             check_built(model)
             for optimizer in optimizers_of(model):
                 readmit(optimizer)
@@ -172,7 +172,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.ranks = members(self.group)
         callbacks = enclosing_list(self)
         self._root, self._writers = Root(check_root(self.root_rank, self.group)), []
-        if callbacks is not None and self.ranks.communicator.size > 1:
+        if callbacks is not None and are_several(self.ranks.communicator):
             self._saves_weights = saves_weights(callbacks)
             self._first.set_model(model)
             saves_together = self.shard_optimizer or any(averaging.sharded for averaging in averagings_of(model))
@@ -197,7 +197,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             forget_last_rate(optimizer)
         for fit in fits_of(self.model):  # an exception that the script keeps may keep an interrupted one alive
             fit.abandon()
-        if self.ranks.communicator.size > 1:
+        if are_several(self.ranks.communicator):
             kind = SynchronizedFit if self.sync_every is None else LocalFit
             self._fit = kind(self, self._root, self._writers, self._saves_weights)
             self._fit.begin(call_when_over(self, self._fit.abandon))

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.base.log import flush_output
+from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current, init, is_initialized
@@ -47,6 +48,11 @@ def members(group: Group | None) -> World | Group:
     world = connect()
     communicator_of(group)
     return world if group is None else group
+
+
+def are_several(communicator: Communicator[Any]) -> bool:
+    """Whether others take part; so it is in a process that is yet to join them, which is alone until then."""
+    return communicator.size > 1 or current().is_joining
 
 
 def capture_exceptions(function: Callable[..., T]) -> Callable[..., T]:

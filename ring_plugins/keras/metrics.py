@@ -26,7 +26,7 @@ from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.groups import Group
 from ring_plugins.keras.averaging import make_train_function
-from ring_plugins.keras.job import connect, members
+from ring_plugins.keras.job import are_several, connect, members
 from ring_plugins.keras.metric_trials import Trial, copied
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.running_fit import argument_of, argument_of_fit, call_when_over, expect_broadcast, group_of
@@ -119,7 +119,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Begin to read metrics; returns whether to trace the step anew, with metrics that have yet to be tried."""
         self._depth += 1
         ranks = members(group_of(self))
-        if self._depth > 1 or ranks.communicator.size == 1:
+        if self._depth > 1 or not are_several(ranks.communicator):
             return False
         self._over = call_when_over(self, self._restore)
         self._communicator = ranks.new_communicator("metrics")

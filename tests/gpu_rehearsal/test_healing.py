@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from tests.keras import test_replacement as of_keras
 from tests.launch import slowness
 from tests.lightning import test_replacement as of_lightning
 
@@ -41,6 +42,14 @@ def test_processes_take_places_in_a_trainer_on_gpus(rehearse, tmp_path, death):
     result = rehearse(of_lightning.CHECKS, ranks=3, lag=100, variables_too={**told, "TEST_ACCELERATOR": "gpu"})
     _, own = of_lightning.check(result)
     assert own[death[0]]["number"] == 3 and [one["device"] for one in own] == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_takes_a_place_in_keras_fit_on_its_gpu(rehearse, victim):
+    told = {"TEST_DEATHS": json.dumps([[victim, 1, "now"]]), "TEST_PENDING": str(60 * slowness())}
+    told |= {"KERAS_BACKEND": "torch", "TEST_ACCELERATOR": "gpu"}
+    found, numbers = of_keras.check(rehearse(of_keras.CHECKS, ranks=3, lag=100, variables_too=told))
+    assert numbers[victim] == 3 and found["history"][-1] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("program", ["lightning_heals", "keras_heals"])

@@ -5,8 +5,12 @@ epoch instead of a step. With TEST_FILES, callbacks write to that directory.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+if os.environ["KERAS_BACKEND"] == "torch":
+    sys.modules["tensorflow"] = None  # type: ignore[assignment] # which `set_random_seed` imports for its own, slowly
 
 import keras
 import numpy as np
@@ -78,6 +82,10 @@ def main() -> None:
     ring.init(ranks=ranks, on_failure="replace", min_ranks=int(os.environ.get("TEST_MIN", "1")))
     assert (ring.rank(), ring.size()) == (current().shard[0], ranks)
     is_new = current().is_joining
+    if os.environ.get("TEST_ACCELERATOR") == "gpu":
+        import torch
+
+        torch.cuda.set_device(current().shard[0])
     keras.utils.set_random_seed(7)
     model = keras.Sequential([
         keras.Input((1,)), keras.layers.BatchNormalization(center=False, scale=False),

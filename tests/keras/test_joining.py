@@ -1,8 +1,12 @@
 """What a process gets that joins a `fit`: the state of the other ranks' callbacks, which must fit its own model."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
+import pytest
 
+from ring_plugins.keras import BroadcastCallback, broadcast, job
 from ring_plugins.keras.joining import kind_of_state, load_state, named, place_of_fit, state_of
 from ring_plugins.keras.writers import HeldWriter
 
@@ -51,3 +55,19 @@ def test_a_place_says_epochs_steps_and_what_kind_of_model():
     place = place_of_fit({"epochs": 3, "steps": 5}, model(2))
     assert place.startswith("fit() with 3 epochs of 5 steps, with 2 variables of model and optimizer, of 8 elements")
     assert kind_of_state(model(2)) == kind_of_state(model(2)) != kind_of_state(model(3))
+
+
+@pytest.mark.parametrize("is_joining", [False, True])
+def test_a_process_that_is_yet_to_join_takes_part_in_fit_though_it_is_alone_until_then(monkeypatch, is_joining):
+    begun = []
+    fit = SimpleNamespace(begin=begun.append, abandon=None, joined_after=2)
+    monkeypatch.setattr(broadcast, "SynchronizedFit", lambda *_: fit)
+    monkeypatch.setattr(broadcast, "fits_of", lambda _: [])
+    monkeypatch.setattr(job, "current", lambda: SimpleNamespace(is_joining=is_joining))
+    callback = BroadcastCallback()
+    callback.set_params({})
+    vars(callback).update(_model=SimpleNamespace(optimizer=None), _root=None)
+    callback.ranks = SimpleNamespace(communicator=SimpleNamespace(size=1))
+    callback.on_train_begin()
+    assert len(begun) == is_joining
+    assert callback._epoch == (2 if is_joining else None)
