@@ -47,7 +47,8 @@ def for_other_gpus(item: Any) -> Any:
 
     By themselves they would come to the GPU that has the sender's number, which is another rank's, or none.
     """
-    return _ForOtherGpus(item) if torch.cuda.is_initialized() else item
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
+    return _ForOtherGpus(item) if is_used else item
 
 
 class _ForOtherGpus:
