@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ring_plugins.core.base.errors import MismatchError, RingError
+from ring_plugins.core.base.errors import DeadlockError, MismatchError, RingError
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls, NameInUse
@@ -102,15 +102,16 @@ class NamedWork:
 
     Args:
         calls, ranks: who has to.
+        name: that they call.
         description: of what.
 
     Attributes:
         matched_at: when they had, by the monotonic clock; None before that.
     """
 
-    def __init__(self, calls: NamedCalls, ranks: tuple[int, ...], description: str) -> None:
+    def __init__(self, calls: NamedCalls, ranks: tuple[int, ...], name: str, description: str) -> None:
         self.description = description
-        self._calls, self._ranks = calls, ranks
+        self._calls, self._ranks, self._name = calls, ranks, name
         self._begun: Work[Sequence[Any]] | None = None
         self._error: RingError | None = None
         self._came = threading.Event()
@@ -140,11 +141,20 @@ class NamedWork:
         reserved = self.matched_at is None or time.monotonic() - self.matched_at < _RESERVED
         return self._is_seen or (not reserved and self._is_over())
 
+    def _wait_for_match(self) -> None:
+        def missing() -> Sequence[int]:
+            return () if self.matched_at is not None else self._ranks
+
+        while not self._came.is_set():
+            try:
+                self._calls.wait(self._came.is_set, missing, self._ranks, self._name, self.description)
+            except DeadlockError as error:  # later calls of others are not to get the values of this one
+                if self._calls.withdraw(self._ranks, self._name):
+                    self.fail(error)
+
     def wait(self) -> Sequence[Any]:
         if not self._came.wait(_PATIENCE):
-            self._calls.wait(
-                self._came.is_set, lambda: () if self.matched_at is not None else self._ranks, self.description
-            )
+            self._wait_for_match()
         self._is_seen = True
         if self._error is not None:
             raise self._error
@@ -192,7 +202,7 @@ class NamedOperations:
         earlier = self._begun.get(name)
         if earlier is not None and not earlier.frees_its_name():
             raise NameInUse(name)
-        work = self._begun[name] = NamedWork(self._calls, self._ranks, f"{call['kind']}(name={name!r})")
+        work = self._begun[name] = NamedWork(self._calls, self._ranks, name, f"{call['kind']}(name={name!r})")
         self._calls.begin(self._ranks, name, call, lambda match: self._match(match, work, run))
         return work
 
@@ -200,7 +210,9 @@ class NamedOperations:
         """Take part in what others call, as a rank that has joined."""
         called = [call for call in match.calls if call is not None]
         if (run := rebuild(called[0])) is not None:
-            self._match(match, NamedWork(self._calls, self._ranks, f"{called[0]['kind']} after hvd.join"), run)
+            self._match(
+                match, NamedWork(self._calls, self._ranks, match.name, f"{called[0]['kind']} after hvd.join"), run
+            )
 
     def _match(self, match: Match, work: NamedWork, run: Run) -> None:
         work.matched_at = time.monotonic()

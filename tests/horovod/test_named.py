@@ -78,7 +78,7 @@ def test_a_script_that_polls_learns_that_a_rank_is_gone():
 
     channel = SimpleNamespace(rank=0, on=lambda *_, **__: None)
     calls = NamedCalls(channel, SimpleNamespace(check=check))
-    work = NamedWork(calls, (0, 1), "allreduce")
+    work = NamedWork(calls, (0, 1), "x", "allreduce")
     assert not work.done()
     gone.append(1)
     assert work.done()  # `wait` would raise
@@ -190,3 +190,47 @@ report("last", hvd.join())
 def test_a_rank_takes_part_after_join_although_it_has_named_nothing_before():
     result = run_ranks(JOINED, 2)
     assert result.values("named") == [[1, 1]] and result.values("last") == [0, 0]
+
+
+WAITING = """
+import time
+
+import torch
+
+import ring_plugins as ring
+import ring_plugins.horovod.torch as hvd
+from tests.worker import report
+
+ring.init(ranks=3)
+hvd.init()
+rank, one = hvd.rank(), torch.ones(1)
+if rank == 2:
+    time.sleep(8)  # for which the others wait, in different operations
+handles = {name: hvd.allreduce_async(one, name=name, op=hvd.Sum) for name in "ab"}
+found = [hvd.synchronize(handles[name]).item() for name in ("ba" if rank else "ab")]
+if rank == 2:
+    time.sleep(8)
+if rank != 1:
+    found.append(hvd.allreduce(one, name="while one has joined", op=hvd.Sum).item())
+hvd.join()
+report("late", found)
+
+some = hvd.add_process_set([0, 1])
+if rank < 2:
+    try:
+        hvd.allreduce(one, name="ab"[rank], op=hvd.Sum, process_set=some)
+    except ring.DeadlockError as error:
+        report("deadlock", str(error))
+hvd.barrier()
+if rank < 2:
+    report("again", [hvd.allreduce(one * 10, name=name, op=hvd.Sum, process_set=some).item() for name in "ab"])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_late_one_are_in_no_deadlock_and_a_real_one_ends_its_calls():
+    result = run_ranks(WAITING, 3)
+    assert result.values("late") == [[3, 3, 2], [3, 3], [3, 3, 2]]
+    for text in result.values("deadlock"):
+        assert "allreduce(name='a')" in text and "allreduce(name='b')" in text and "in one order on all ranks" in text
+    assert result.values("again") == [[20, 20]] * 2

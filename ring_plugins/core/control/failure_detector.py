@@ -57,6 +57,8 @@ from ring_plugins.core.net.auth import Disconnected
 OF_FUNCTIONS = ("ring", "group of ")
 #: That of what ranks match by names.
 OF_NAMES = "named operations"
+#: What stands between the name of all of these, and one of them.
+IN_ONE = ": "
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
 #: a member that does not, on a crowded host, may finish an operation with memory that this rank overwrites.
 _NOTICE = 10.0

@@ -13,15 +13,17 @@ A rank that has joined has no more calls of its own. It counts as if it had made
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
+from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import OF_NAMES, FailureDetector
+from ring_plugins.core.control.failure_detector import IN_ONE, OF_NAMES, FailureDetector
 from ring_plugins.core.control.meetings import over_rank_0
-from ring_plugins.core.control.wait import Wait
+from ring_plugins.core.control.wait import Wait, waits_of_communicators
 
 _Ranks = tuple[int, ...]
 
@@ -71,7 +73,9 @@ class NamedCalls:
     def __init__(self, channel: Channel, failure_detector: FailureDetector) -> None:
         self._channel, self._failure_detector = channel, failure_detector
         self._lock = threading.Lock()
-        self._own: dict[tuple[_Ranks, str], Callable[[Match], object]] = {}
+        self._own: dict[tuple[_Ranks, str], tuple[Callable[[Match], object], Wait]] = {}
+        self._withdrawn = set[tuple[_Ranks, str]]()
+        self._in_join: dict[_Ranks, Wait] = {}
         self._all_joined: dict[_Ranks, int] = {}
         self.on_joined_match: Callable[[Match], object] = lambda match: None
         # On rank 0: what has been called, by name and rank; and who has joined, in order.
@@ -97,8 +101,22 @@ class NamedCalls:
         with self._lock:
             if key in self._own:
                 raise NameInUse(name)
-            self._own[key] = matched
+            self._own[key] = matched, self._begun(_identity(key[0], name))
         self._channel.tell(0, "calls", {"ranks": list(ranks), "name": name, "call": call})
+
+    def withdraw(self, ranks: Sequence[int], name: str) -> bool:
+        """Take back a call, so that no later call of others matches it; returns False if all have called meanwhile.
+
+        Raises:
+            PeerLeft: rank 0 cannot be reached.
+        """
+        key = tuple(ranks), name
+        self._channel.tell(0, "calls", {"ranks": list(ranks), "name": name, "call": None})
+        self.wait(lambda: key not in self._own, lambda: (0,), ranks, "", f"the withdrawal of {name!r}")
+        with self._lock:
+            is_withdrawn = key in self._withdrawn
+            self._withdrawn.discard(key)
+        return is_withdrawn
 
     def refuse(self, ranks: Sequence[int], name: str, error: BaseException) -> None:
         """Tell the others that this rank's call of a name has been rejected here."""
@@ -109,33 +127,58 @@ class NamedCalls:
     def join(self, ranks: Sequence[int]) -> None:
         """Count as one that has made each call, from now on until all have joined."""
         self._all_joined.pop(tuple(ranks), None)
+        self._in_join[tuple(ranks)] = self._begun(_identity(ranks))
         self._channel.tell(0, "calls", {"ranks": list(ranks), "name": None, "call": None})
 
     def wait_for_all_joined(self, ranks: Sequence[int]) -> int:
         """Wait until all ranks have joined, and return the world rank that came last."""
         key = tuple(ranks)
-        self.wait(lambda: key in self._all_joined, lambda: ranks, "hvd.join")
+        self.wait(lambda: key in self._all_joined, lambda: ranks, ranks, "hvd.join", "hvd.join")
         return self._all_joined.pop(key)
 
-    def wait(self, ready: Callable[[], bool], ranks: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `ready()`, for which `ranks()` have to make calls.
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        ranks: Sequence[int],
+        name: str,
+        what: str,
+    ) -> None:
+        """Wait until `ready()`, for which `missing()` have to make calls.
+
+        Args:
+            ready, missing: as said; `missing` may contain this rank.
+            ranks, name: of the call.
+            what: it is, for messages.
 
         Raises:
             PeerFailed: one of them is gone.
             DeadlockError: one of them waits for this one elsewhere.
         """
-        own = self._channel.rank
-        Wait(f"{OF_NAMES}, {what}", self._failure_detector).until(
-            ready,
-            over_rank_0(
-                self._channel,
-                lambda: [rank for rank in ranks() if rank != own],
-                f"begin {what}",
-                "Let rank 0 stay until all named operations are over.",
-            ),
-            lambda: what,
-            arrival=True,
-        )
+        own, identity = self._channel.rank, _identity(ranks, name)
+        wait = Wait(identity, self._failure_detector)
+        if _blocks_the_script():
+            wait.caller_blocked_since = time.monotonic()
+        try:
+            wait.until(
+                ready,
+                over_rank_0(
+                    self._channel,
+                    lambda: [rank for rank in missing() if rank != own],
+                    f"begin {what}",
+                    "Let rank 0 stay until all named operations are over.",
+                ),
+                lambda: what,
+                arrival=True,
+            )
+        finally:
+            self._failure_detector.deadlocks.pop(identity, None)  # the name may be called again
+
+    def _begun(self, identity: str) -> Wait:
+        """Lets others, who wait for this call, find out that this rank has made it, as long as the result is kept."""
+        wait = waits_of_communicators[identity] = Wait(identity, self._failure_detector)
+        wait.entered = 1
+        return wait
 
     def are_lost(self, ranks: Sequence[int]) -> bool:
         """Whether `wait` for these ranks would raise since one of them is gone."""
@@ -155,6 +198,11 @@ class NamedCalls:
         called, joined = self._called.setdefault(ranks, {}), self._joined.setdefault(ranks, [])
         if name is None:
             joined.append(sender)
+        elif body["call"] is None:
+            if queued := called.get(name, {}).get(sender):
+                queued.pop()
+                called[name] = {rank: calls for rank, calls in called[name].items() if calls}
+                self._channel.tell(sender, "all have called", {"ranks": list(ranks), "name": name, "calls": []})
         else:
             called.setdefault(name, {}).setdefault(sender, deque()).append(body["call"])
         for complete in [one for one, calls in called.items() if calls.keys() | {*joined} == {*ranks}]:
@@ -177,13 +225,30 @@ class NamedCalls:
 
     def _note_match(self, sender: int, body: Body) -> None:
         match = Match(tuple(body["ranks"]), str(body["name"]), list(body["calls"]))
+        if not match.calls:
+            with self._lock:
+                self._withdrawn.add((match.ranks, match.name))
+                del self._own[match.ranks, match.name]
+            return
         own = match.calls[match.ranks.index(self._channel.rank)]
         if own is None:
             self.on_joined_match(match)
         elif REFUSED not in own:
             with self._lock:
-                matched = self._own.pop((match.ranks, match.name))
+                matched, _ = self._own.pop((match.ranks, match.name))
             matched(match)
 
     def _note_all_joined(self, sender: int, body: Body) -> None:
+        self._in_join.pop(tuple(body["ranks"]), None)
         self._all_joined[tuple(body["ranks"])] = int(body["last"])
+
+
+def _identity(ranks: Sequence[int], name: str = "") -> str:
+    """Of the wait for a call; without a name, of all of these ranks' calls, which one that has joined has made."""
+    return f"{OF_NAMES} of {','.join(map(str, ranks))}{IN_ONE if name else ''}{name}"
+
+
+def _blocks_the_script() -> bool:
+    """Whether this thread is one of TensorFlow's, for which the only thread of the script waits."""
+    kinds = threading._DummyThread, HelperThread, type(threading.main_thread())
+    return isinstance(threading.current_thread(), kinds[0]) and all(isinstance(t, kinds) for t in threading.enumerate())

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ring_plugins.core.control.channel import Body, Channel
+from ring_plugins.core.control.failure_detector import OF_NAMES
 from ring_plugins.core.observe.stall_report import Waiting
 
 #: Seconds that ranks must wait for each other in different communicators before they are asked. Two ranks whose n-th
@@ -200,8 +201,11 @@ def _deadlock(number: int, circle: Sequence[Waiting]) -> Body:
     mine, last = circle[0], circle[-1]
     described = [_described(wait, circle[(place + 1) % len(circle)]) for place, wait in enumerate(circle)]
     cause = " ".join(f"On rank {wait.rank}, {wait.hindrances}" for wait in circle if wait.hindrances) or (
-        "The ranks took different paths through the program: different numbers of steps, or a condition that is true "
-        "on some ranks only."
+        "Names match in any order, but a script that waits for one operation cannot call the next: call them in one "
+        "order on all ranks, or begin all (in PyTorch, with *_async) before waiting."
+        if all(wait.communicator.startswith(OF_NAMES) for wait in circle)
+        else "The ranks took different paths through the program: different numbers of steps, or a condition that is "
+        "true on some ranks only."
     )
     return {
         "rank": mine.rank,

@@ -29,7 +29,7 @@ from ring_plugins.core.base.errors import name_ranks
 from ring_plugins.core.base.member import Members
 from ring_plugins.core.collectives.api import Activity
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import FailureDetector
+from ring_plugins.core.control.failure_detector import IN_ONE, FailureDetector
 from ring_plugins.core.control.wait import LongWait, hindrances, long_waits, waits_of_communicators
 from ring_plugins.core.observe.deadlock import DeadlockFinder
 from ring_plugins.core.observe.stall_report import (
@@ -147,7 +147,7 @@ class StallWatch:
         if whose not in deadlock:
             return False
         identity, number, rank = deadlock[whose]
-        wait = waits_of_communicators.get(identity)
+        wait = waits_of_communicators.get(identity) or waits_of_communicators.get(identity.partition(IN_ONE)[0])
         if wait is not None:
             return wait.will_enter(number)
         # Two ranks that are about to connect. The other end may be under way here too, also beside the script.

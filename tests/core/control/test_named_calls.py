@@ -1,12 +1,17 @@
 """Which names have been called by all, as rank 0 finds out; tests/horovod/test_named.py has real ranks."""
 
+import _thread
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError, PeerLeft
+from ring_plugins.core.base.threads import until
 from ring_plugins.core.control import meetings
-from ring_plugins.core.control.named_calls import NamedCalls, NameInUse
+from ring_plugins.core.control.failure_detector import OF_NAMES
+from ring_plugins.core.control.named_calls import NamedCalls, NameInUse, _blocks_the_script
+from ring_plugins.core.observe.stall import StallWatch
 
 
 class Channels:
@@ -14,7 +19,8 @@ class Channels:
 
     def __init__(self, size):
         self.handlers = [{} for _ in range(size)]
-        self.calls = [NamedCalls(Channel(self, rank), None) for rank in range(size)]
+        alive = SimpleNamespace(deadlocks={})
+        self.calls = [NamedCalls(Channel(self, rank), alive) for rank in range(size)]
         self.matched = [[] for _ in range(size)]
         for calls, matched in zip(self.calls, self.matched, strict=True):
             calls.on_joined_match = lambda match, matched=matched: matched.append(("joined", match.name))
@@ -28,7 +34,7 @@ class Channels:
 
 class Channel:
     def __init__(self, all_channels, rank):
-        self.all, self.rank = all_channels, rank
+        self.all, self.rank, self.is_abandoned = all_channels, rank, False
 
     def on(self, kind, handler, at_once):
         assert at_once
@@ -67,6 +73,42 @@ def test_a_refused_call_is_told_to_the_others_and_the_next_one_matches_their_nex
     assert channels.matched[0] == [("a", ["next", "second"])]
 
 
+def test_a_call_that_is_withdrawn_matches_no_later_one_and_one_that_all_have_made_is_not_withdrawn():
+    channels = Channels(2)
+    channels.begin(0, "a", (0, 1), "stale")
+    assert channels.calls[0].withdraw((0, 1), "a")
+    channels.begin(1, "a", (0, 1), "new")
+    assert channels.matched == [[], []]
+    channels.begin(0, "a", (0, 1), "new")
+    assert channels.matched == [[("a", ["new", "new"])]] * 2
+    assert not channels.calls[0].withdraw((0, 1), "a")
+
+
+def test_others_that_wait_for_a_call_find_out_that_it_has_been_made():
+    def has_made(name):
+        return StallWatch._may_begin(None, {"needs": (f"{OF_NAMES} of 0,1: {name}", 0, 0)}, "needs")
+
+    channels = Channels(2)
+    channels.begin(1, "a", (0, 1))
+    assert has_made("a") and not has_made("b")
+    channels.begin(0, "a", (0, 1))
+    assert not has_made("a")
+    channels.calls[1].join((0, 1))
+    assert has_made("b")
+    channels.calls[0].join((0, 1))
+    assert not has_made("b")
+
+
+def test_a_thread_of_tensorflow_blocks_the_script_if_that_has_no_other_threads():
+    found = []
+    _thread.start_new_thread(lambda: found.append(_blocks_the_script()), ())
+    assert until(lambda: found, 10)
+    own = threading.Thread(target=lambda: found.append(_blocks_the_script()))
+    own.start()
+    own.join()
+    assert not _blocks_the_script() and found[1:] == [False]
+
+
 def test_a_rank_that_has_joined_counts_as_one_that_calls_until_all_have():
     channels = Channels(3)
     channels.begin(0, "a")
@@ -83,7 +125,7 @@ def test_a_rank_that_has_joined_counts_as_one_that_calls_until_all_have():
 
 def test_ranks_that_cannot_reach_rank_0_do_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(meetings, "REASON", 0.05)
-    alive = SimpleNamespace(check=lambda *_: None, mesh=None, aborted=False)
+    alive = SimpleNamespace(check=lambda *_: None, mesh=None, aborted=False, deadlocks={})
     channel = SimpleNamespace(rank=1, on=lambda *_, **__: None, reaches=lambda rank: False, is_abandoned=False)
     with pytest.raises(PeerLeft, match="rank 1 cannot begin allreduce: ranks meet over rank 0, which has left the job"):
-        NamedCalls(channel, alive).wait(lambda: False, lambda: (1, 2), "allreduce")
+        NamedCalls(channel, alive).wait(lambda: False, lambda: (1, 2), (0, 1, 2), "x", "allreduce")
