@@ -36,8 +36,8 @@ from ring_plugins.launcher.processes import Popen, Processes
 
 #: Seconds between the end of the script and its next start, for which it may run, and between two looks at it.
 _EVERY, _LIMIT, _TICK = 1.0, 30.0, 0.05
-#: Bytes of what it prints that are read.
-_MOST = 1 << 20
+#: Bytes that it may print, and characters of an error's line that are shown.
+_MOST, _LONGEST = 1 << 20, 300
 #: Exit statuses of the shell if there is no such command, or it cannot be run.
 _NO_COMMAND = (126, 127)
 
@@ -59,7 +59,8 @@ class HostDiscovery:
         self._script, self._processes, self._notify = script, processes, notify
         self._running: Popen | None = None
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
-        self._due, self._trouble, self.code = 0.0, "", 0
+        self._due, self.code = 0.0, 0
+        self._trouble, self._kind_of_trouble = "", ""
 
     def poll(self) -> list[Host] | None:
         """The hosts that the script has just printed; None if it has not since the last call, or has failed."""
@@ -68,12 +69,13 @@ class HostDiscovery:
             if now >= self._due:
                 self._start()
             return None
-        if self._running.poll() is None and now < self._due:
+        is_too_much = max(os.fstat(file.fileno()).st_size for file in (self._out, self._err)) > _MOST
+        if self._running.poll() is None and now < self._due and not is_too_much:
             return None
         is_late = self._running.poll() is None
         self._end()
         self._due = now + _EVERY
-        return self._read(is_late)
+        return self._read(is_late, is_too_much)
 
     def _start(self) -> None:
         for file in (self._out, self._err):
@@ -100,22 +102,24 @@ class HostDiscovery:
             os.killpg(process.pid, signal.SIGKILL)
         self.code = process.wait()
 
-    def _read(self, is_late: bool) -> list[Host] | None:
-        trouble, found = "", list[Host]()
-        if is_late:
-            trouble = f"did not end within {_LIMIT:g} s, and was killed"
+    def _read(self, is_late: bool, is_too_much: bool) -> list[Host] | None:
+        trouble, kind, found = "", "", list[Host]()
+        if is_too_much:
+            trouble = kind = f"printed more than {_MOST >> 20} MiB, and was killed"
+        elif is_late:
+            trouble = kind = f"did not end within {_LIMIT:g} s, and was killed"
         elif self.code:
             lines = self._text(self._err).strip().splitlines()
-            how = silent_end(self.code) if self.code < 0 else f"ended with {ending(self.code)}"
-            trouble = f"{how}{f': {quoted(lines[-1])}' if lines else ''}"
+            kind = silent_end(self.code) if self.code < 0 else f"ended with {ending(self.code)}"
+            trouble = f"{kind}{f': {quoted(lines[-1][:_LONGEST])}' if lines else ''}"
         else:
             try:
                 found = parse_hostfile(self._text(self._out), "its output", "its output")
             except ArgumentError as error:
-                trouble = f"ended well, but {error}"
-        if trouble and trouble != self._trouble:
+                kind, trouble = "ended well, but", f"ended well, but {error}"
+        if trouble and kind != self._kind_of_trouble:  # the rest may hold the time, and be another every second
             self._notify(f"{self.name} {trouble.rstrip('.')}. It is tried again; the hosts stay as they are.")
-        self._trouble = trouble
+        self._trouble, self._kind_of_trouble = trouble, kind
         return None if trouble else found
 
     @staticmethod
@@ -143,9 +147,10 @@ class HostDiscovery:
             if self._processes.signalled is not None:
                 raise LaunchError(f"ended because of {self._processes.signalled.name}, before any rank was started.")
             if time.monotonic() > end:
+                still = ", and still runs" if self._running is not None and told < 0 and not self._trouble else ""
                 raise LaunchError(
-                    f"{self.name} listed {_slots(max(told, 0))} within {limit.get():g} s, of {least} that are needed: "
-                    f"set {limit.name} to wait longer, or ask for fewer with --min-ranks."
+                    f"{self.name} listed {_slots(max(told, 0))} within {limit.get():g} s{still}, of {least} that "
+                    f"are needed: set {limit.name} to wait longer, or ask for fewer with --min-ranks."
                 )
             time.sleep(_TICK)
 

@@ -129,6 +129,7 @@ def test_the_first_hosts_are_those_that_have_enough_slots(said, tmp_path, monkey
     ("script", "why"),
     [
         ("echo no cluster >&2; exit 3", "ended with exit status 3: no cluster. It is tried again"),
+        ("echo at $$ >&2; exit 3", "ended with exit status 3: at "),  # which differs each time
         ("kill -9 $$", "was killed by SIGKILL"),
         ("echo a:b", "ended well, but its output, line 1: 'b' is not a positive number of slots."),
         ("true", "ended well, but its output names no host."),
@@ -142,6 +143,16 @@ def test_a_script_that_does_not_print_hosts_is_named_once_and_tried_again(said, 
     with pytest.raises(LaunchError, match="listed 0 slots within 0.15 s, of 1 that are needed: set RING_"):
         first_hosts(script, 1, said.append)
     assert len(said) == 1 and why in said[0]
+
+
+def test_a_script_that_prints_without_end_is_killed_before_the_disk_is_full(said, monkeypatch):
+    monkeypatch.setattr(discovery, "_MOST", 10)
+    with Processes() as processes:
+        script = HostDiscovery("echo localhost localhost; sleep 60", processes, said.append)
+        while not said:
+            assert script.poll() is None
+        script.close()
+    assert "printed more than 0 MiB, and was killed." in said[0]
 
 
 def test_a_program_that_does_not_exist_is_an_error(said):
