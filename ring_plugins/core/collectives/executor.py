@@ -403,7 +403,7 @@ class Members(Protocol):
     def barrier(self, operation: Fingerprint) -> None:
         """Return when all members have called."""
 
-    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+    def agree_on_lost(self, view: int, number: int, dead: Callable[[], AbstractSet[int]]) -> list[int]:
         """As `SharedMemoryBarrier.agree_on_lost`, of members of one host."""
 
 

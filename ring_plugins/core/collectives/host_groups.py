@@ -255,10 +255,10 @@ class HostGroups:
         """See the protocol."""
         self.bytes.barrier(operation)
 
-    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+    def agree_on_lost(self, view: int, number: int, dead: Callable[[], AbstractSet[int]]) -> list[int]:
         """See the protocol."""
         assert self.node is not None
-        return self.node.barriers.agree_on_lost(number, dead)
+        return self.node.barriers.agree_on_lost(view, number, dead)
 
     def _text(self, operation: str, cause: BaseException) -> str:
         if isinstance(cause, RingError):

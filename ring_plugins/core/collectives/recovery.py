@@ -156,7 +156,7 @@ class HostRecovery(JobRecovery):
         self.losses += 1
         number = self.losses - self._since[1]
         assert executor.members is not None
-        lost = executor.members.agree_on_lost(f"loss {number} of view {view}", self._dead)
+        lost = executor.members.agree_on_lost(view, number, self._dead)
         self._keep(self, lost, view, number)
         self._counted[0] += 1
 

@@ -40,10 +40,12 @@ read its memory before. This costs the barrier nothing. The published epoch is t
 that was interrupted before publishing is as if it had never been called.
 
 **Losses.** Where members may die (recovery.py), those that are left stand at the same barrier, but one more may die
-then, so they may differ in whom they saw die. Each writes down a code of those that it goes on without, and waits until
-all others have written the same. A member is dropped if it is dead and has written something else: whoever sees a death
-looks at the page behind it, so what the dead have written counts, for all alike. So if one has seen all write the same,
-none drops anybody else: the first to do so would have found a page that differs.
+then, so they may differ in whom they saw die. Each writes down which members it goes on without, takes over what others
+have written, and waits until all others have written the same. A member is dropped if it is dead and has written
+something else: whoever sees a death looks at the page behind it, so what the dead have written counts, for all alike.
+So if one has seen all write the same, none drops anybody else: the first to do so would have found a page that has more
+or differs. And all come to the same: those that are left take over from each other, and the dead are dropped or agree.
+Two agreements take turns with two slots, since a member may begin the next one before another has read this one's.
 
 Considered and rejected: semaphores and pthread barriers in shared memory (a system call or two for every barrier, and a
 dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a common parent.
@@ -51,6 +53,7 @@ dead rank leaves them locked), and `multiprocessing.Barrier`, which needs a comm
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -69,8 +72,9 @@ from ring_plugins.core.linux.shared_memory import is_weakly_ordered, publish
 PAGE = 4096
 # Its layout, in 64-bit words: epoch and sleeping flag share a cache line, the two fingerprint slots have the next one.
 _EPOCH, _SLEEPING = 0, 1
-#: A code of the members that this one goes on without; in a cache line of its own.
-_WITHOUT = 16
+#: Of each of two slots for agreements on the lost: which agreement, a code of it and of the members that this one goes
+#: on without, and these as bits by place.
+_WITHOUT, _SLOT = 16, 56
 _FINGERPRINTS = 8
 #: Offset in bytes of the text, whose first byte is its kind.
 _TEXT = 1024
@@ -122,34 +126,49 @@ class SharedMemoryBarrier:
         self._position = list(places).index(self._position)
         self._others = [page for i, page in enumerate(self._pages) if i != self._position]
 
-    def agree_on_lost(self, number: str, dead: Callable[[], AbstractSet[int]]) -> list[int]:
+    def agree_on_lost(self, view: int, number: int, dead: Callable[[], AbstractSet[int]]) -> list[int]:
         """Agree with the members that are left on those that are lost; each calls this when it has given up a barrier.
 
         Args:
-            number: of the agreement, equal on all.
+            view: of the job's members, equal on all.
+            number: of the agreement in that view, equal on all and one more than before.
             dead: returns the world ranks of members that are proven to be dead, perhaps with others.
 
         Returns:
             The world ranks of the lost.
         """
-        lost = set[int]()
+        agreement, lost = fingerprint("lost", detail=f"{number} in view {view}").code, 0  # bits by place
+        first = _WITHOUT + number % 2 * _SLOT
+        own, code, bits, end = self._own, first + 1, first + 2, first + _SLOT
+        own[bits:end] = _words(0)
+        publish()
+        own[first] = agreement
 
         def missing() -> list[int]:
+            nonlocal lost
             while True:
-                code = fingerprint("lost", detail=f"{sorted(lost)} in {number}").code
+                mine = fingerprint("lost", detail=f"{lost} in {number} in view {view}").code
                 gone = dead()
+                own[bits:end] = _words(lost)
                 publish()
-                self._own[_WITHOUT] = code
-                pages = zip(self._ranks, self._pages, strict=True)
-                absent = [rank for rank, page in pages if rank not in lost and page[_WITHOUT] != code]
-                if lost.issuperset(found := gone & set(absent)):
+                own[code] = mine
+                absent, found = [], 0
+                for place, (rank, page) in enumerate(zip(self._ranks, self._pages, strict=True)):
+                    if not lost >> place & 1 and page[code] != mine:
+                        absent.append(rank)
+                        if rank in gone:
+                            found |= 1 << place
+                        elif page[first] == agreement:
+                            publish()
+                            found |= int.from_bytes(page[bits:end].tobytes(), sys.byteorder)
+                if found | lost == lost:
                     return absent
-                lost.update(found)
+                lost |= found
 
         self._wait.until(
             lambda: not missing(), missing, lambda: f"{self._name}: the agreement on the ranks of this host"
         )
-        return sorted(lost)
+        return sorted(rank for place, rank in enumerate(self._ranks) if lost >> place & 1)
 
     @property
     def parity(self) -> int:
@@ -279,6 +298,11 @@ class SharedMemoryBarrier:
         self.synchronize()  # all have read the texts, and are in step again
         self._texts[self._position][0] = 0
         raise mismatch(self._name, calls)
+
+
+def _words(bits: int) -> memoryview:
+    """As a slot has them."""
+    return memoryview(bits.to_bytes((_SLOT - 2) * 8, sys.byteorder)).cast("q")
 
 
 def _shortened(frames: Sequence[str]) -> Sequence[str]:

@@ -65,16 +65,76 @@ def test_members_that_saw_others_die_agree_on_who_is_lost(members):
             looks.append(1)
             return set(dead) if len(looks) > place else set()
 
-        lost = members[place].agree_on_lost("loss 1", seen)
+        lost = members[place].agree_on_lost(0, 1, seen)
         if place == 1:
             dead.add(11)
         all_have_agreed.wait()
-        again = [] if place == 1 else members[place].agree_on_lost("loss 2", lambda: set(dead))
+        again = [] if place == 1 else members[place].agree_on_lost(0, 2, lambda: set(dead))
         return lost, again
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(agree, [0, 1, 2, 4], timeout=60))
     assert found == [([13], [11, 13]), ([13], []), ([13], [11, 13]), ([13], [11, 13])]
+
+
+def test_members_agree_where_one_sees_two_die_of_which_the_second_had_agreed_to_go_on_without_the_first():
+    """Member 3 dies; 0 and 2 write that they go on without it, and 2 dies before 1 has looked: it misses both."""
+    pages = [np.zeros(PAGE, np.uint8) for _ in range(4)]
+    members = [SharedMemoryBarrier(pages, range(10, 14), i, Wait("test", None), "test") for i in range(4)]
+    end = time.monotonic() + 20
+
+    def agree(place, *seen):
+        looks = iter(seen)
+
+        def dead():
+            if time.monotonic() > end:
+                raise TimeoutError
+            return next(looks, {12, 13})
+
+        return members[place].agree_on_lost(0, 1, dead)
+
+    def dies():
+        looks.append(1)
+        if len(looks) > 2:  # it has written what it has seen
+            raise InterruptedError
+        return {13}
+
+    looks = []
+    with pytest.raises(InterruptedError):
+        members[2].agree_on_lost(0, 1, dies)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(agree, 0, {13}, {13})
+        second = threads.submit(agree, 1)
+        assert first.result(30) == second.result(30) == [12, 13]
+
+
+def test_a_member_that_is_in_the_next_agreement_already_is_still_heard_in_the_one_before():
+    pages = [np.zeros(PAGE, np.uint8) for _ in range(4)]
+    members = [SharedMemoryBarrier(pages, range(4), i, Wait("test", None), "test") for i in range(4)]
+    end, is_ahead = time.monotonic() + 20, threading.Event()
+
+    def agree(place):
+        looks = []
+
+        def first_dead():
+            looks.append(1)
+            if time.monotonic() > end:
+                raise TimeoutError
+            if place and len(looks) == 3:  # it has written, and looks at the others no sooner than this
+                is_ahead.wait(20)
+            return {3}
+
+        def next_dead():
+            is_ahead.set()
+            if time.monotonic() > end:
+                raise TimeoutError
+            return {2, 3}
+
+        found = members[place].agree_on_lost(0, 1, first_dead)
+        return [found, [] if place == 2 else members[place].agree_on_lost(0, 2, next_dead)]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(agree, range(3), timeout=30)) == [[[3], [2, 3]], [[3], [2, 3]], [[3], []]]
 
 
 def test_many_barriers_keep_everyone_in_step(members, on_all):
