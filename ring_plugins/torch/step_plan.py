@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.world import current
 from ring_plugins.torch.loaders import ElasticSampler
-from ring_plugins.torch.order import order_of, with_index
+from ring_plugins.torch.order import makes_batches, order_of, with_index
 
 T = TypeVar("T")
 
@@ -232,7 +232,7 @@ def _check(loader: Any, global_batch_size: Any, caller: str) -> None:
             "IterableDataset, whose samples have no numbers by which ranks could divide them. Use a dataset with "
             "__len__ and __getitem__, or ranks with a loader each."
         )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or not makes_batches(loader.batch_sampler, loader.sampler):
         raise ArgumentError(
             f"the loader of rank {rank} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), and "
             f"{caller} needs batches of one size: give the DataLoader batch_size= and sampler=."
