@@ -59,6 +59,11 @@ def check_global_batch(arguments: Mapping[str, Any]) -> None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError(f"RingStrategy(global_batch_size={size!r}) is not a positive number of samples.")
+    if arguments["exact"] and arguments["compression"] is not None:
+        raise ArgumentError(
+            f"RingStrategy(compression={arguments['compression']!r}) has no effect with exact=True, which sends "
+            "gradients as they are: leave one out."
+        )
     for name, reason in _INSTEAD.items():
         if arguments[name] is not None:
             raise ArgumentError(

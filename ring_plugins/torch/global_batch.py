@@ -96,7 +96,7 @@ class GlobalBatches(Generic[T]):
         self, loader: DataLoader[T], *optimizers: Any, global_batch_size: int, exact: bool = False, seed: int = 0
     ) -> None:
         with rejections_told(current().communicator, "GlobalBatches"):
-            averagers = [_averager_of(one) for one in optimizers]
+            averagers = [_averager_of(one, exact) for one in optimizers]
             if not averagers:
                 raise ArgumentError("GlobalBatches needs the DistributedOptimizers or GradientAveragers of the loop.")
             self._plan = StepPlan(loader, global_batch_size, seed, "GlobalBatches")
@@ -326,7 +326,7 @@ class _Kept:
         return torch.allclose(found, whole, equal_nan=True) or not torch.allclose(found, self._added, equal_nan=True)
 
 
-def _averager_of(part: Any) -> GradientAverager:
+def _averager_of(part: Any, exact: bool) -> GradientAverager:
     averager = getattr(part, "averager", part)
     if not isinstance(averager, GradientAverager):
         raise ArgumentError(
@@ -334,6 +334,11 @@ def _averager_of(part: Any) -> GradientAverager:
         )
     if averager.sums:
         raise ArgumentError("GlobalBatches needs averages of gradients, and this optimizer has op=Sum.")
+    if exact and averager.compression is not None:
+        raise ArgumentError(
+            f"compression={averager.compression!r} of an optimizer has no effect with GlobalBatches(exact=True), which "
+            "sends gradients as they are: leave compression out, or exact."
+        )
     if averager.passes_per_step != 1:
         raise ArgumentError(
             f"backward_passes_per_step={averager.passes_per_step} and GlobalBatches both say how many passes a step "

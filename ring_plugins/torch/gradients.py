@@ -181,8 +181,9 @@ class GradientAverager:
         self.skipping = SkippedSteps(self.communicator)
         #: Whether it averaged, and was closed; and whether it averages in host memory.
         self.is_closed, self.is_on_host = False, self._streams is None
-        #: Reductions of all gradients so far; and whether these leave sums, which Horovod's users may ask for.
-        self.steps, self.sums = 0, False
+        #: Reductions of all gradients so far; whether these leave sums, which Horovod's users may ask for; and the
+        #: compression that was asked for.
+        self.steps, self.sums, self.compression = 0, False, compression
         #: Whether ranks may run out of data (`join`), the share of the ranks that had in the last pass, the group, and
         #: whether ranks that begin with equal gradients are warned of: frameworks that see the samples compare these.
         self.is_joined, self.ended, self.group, self.tells_same_samples = False, 0.0, group, True

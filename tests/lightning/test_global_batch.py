@@ -99,6 +99,20 @@ def test_a_fit_goes_on_in_the_middle_of_an_epoch(tmp_path):
         assert torch.equal(first, whole.first[4][: len(first)])
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_torchdata_is_divided_as_torchs(tmp_path, shuffle):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    expected, whole, rest = Model(), Model(), Model()
+    fit(expected, DataLoader(data(), 4, shuffle=shuffle), global_batch_size=8)
+    options = {"callbacks": [Saves()], "default_root_dir": tmp_path}
+    fit(whole, torchdata.StatefulDataLoader(data(), 4, shuffle=shuffle), options=options, global_batch_size=8)
+    fit(rest, torchdata.StatefulDataLoader(data(), 4, shuffle=shuffle), tmp_path / "4.ckpt", global_batch_size=8)
+    assert [one[0] for one in rest.outputs] == [1, 2]
+    for model in (whole, rest):
+        for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(own, other)
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(torch.ones(8, 4))
@@ -134,6 +148,8 @@ def test_what_also_says_how_many_batches_a_step_has_is_rejected():
             RingStrategy(global_batch_size=size)
     with pytest.raises(ArgumentError, match=r"exact=True\) needs global_batch_size"):
         RingStrategy(exact=True)
+    with pytest.raises(ArgumentError, match=r"compression='fp16'\) has no effect with exact=True"):
+        RingStrategy(global_batch_size=8, exact=True, compression="fp16")
     for name, value in (("sync_every", 4), ("skip_step_on", RuntimeError)):
         with pytest.raises(ArgumentError, match=rf"{name}=.* does not work with global_batch_size=8"):
             RingStrategy(global_batch_size=8, **{name: value})

@@ -84,11 +84,11 @@ class Numbers(IterableDataset):
         return iter(range(3))
 
 
-def refused(loader, size=16, optimizer=None, **options):
+def refused(loader, size=16, optimizer=None, exact=False, **options):
     model = nn.Linear(4, 1)
     optimizer = optimizer or DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
     with pytest.raises(ArgumentError) as caught:
-        GlobalBatches(loader, optimizer, global_batch_size=size)
+        GlobalBatches(loader, optimizer, global_batch_size=size, exact=exact)
     return str(caught.value)
 
 
@@ -107,6 +107,8 @@ def test_what_cannot_be_divided_is_rejected(job):
     for sampler in (DistributedSampler(data, 2, 0), ElasticSampler(data)):
         assert f"has a {type(sampler).__name__}, which divides samples" in refused(DataLoader(data, 4, sampler=sampler))
     assert "multiply global_batch_size by it" in refused(DataLoader(data, 4), backward_passes_per_step=2)
+    refused_compression = refused(DataLoader(data, 4), exact=True, compression="fp16")
+    assert "compression='fp16' of an optimizer has no effect with GlobalBatches(exact=True)" in refused_compression
     assert "was given a SGD" in refused(DataLoader(data, 4), optimizer=torch.optim.SGD(Model().parameters(), 0.1))
     with pytest.raises(ArgumentError, match="needs the DistributedOptimizers"):
         GlobalBatches(DataLoader(data, 4), global_batch_size=16)
