@@ -20,7 +20,8 @@ def test_weights_equal_ddps(rehearse, ranks):
 def test_weights_equal_ddps_on_many_ranks_and_on_two_hosts(rehearse, size, nodes):
     variables = {"TEST_STEPS": "8", "RING_VIRTUAL_NODES": nodes}
     runs = ("mlp:float32", "mlp:bfloat16", "transformer:float32")
-    result = rehearse("equals_ddp", *runs, ranks=size, lag=200, variables_too=variables)
+    launcher = "torchrun" if nodes else "spawned"
+    result = rehearse("equals_ddp", *runs, ranks=size, launcher=launcher, lag=200, variables_too=variables)
     for found in (one for run in runs for one in result.values(run)):
         assert found["finite"] and found["moved"], found
         assert not found["unlike DDP"] and not found["unlike rank 0"], found

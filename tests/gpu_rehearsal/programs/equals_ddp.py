@@ -22,7 +22,7 @@ from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
 STEPS = int(os.environ.get("TEST_STEPS", "50"))
-DEVICE = torch.device("cuda", ring.local_rank())
+DEVICE = torch.device("cuda", ring.rank())  # all virtual hosts are one machine
 torch.cuda.set_device(DEVICE)
 
 
