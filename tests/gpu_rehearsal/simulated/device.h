@@ -95,7 +95,8 @@ int begin_capture(Stream* stream, int mode);
 int end_capture(Stream* stream, Graph** made);
 // The mode of this thread: 0 global, 1 of this thread, 2 relaxed.
 int& capture_mode();
-// A call that must not be made while a stream captures, except in the relaxed mode: it invalidates the capture.
+// A call that must not be made while a stream captures: it invalidates the capture. Threads in mode 1, such as torch's
+// watchdog that asks for events, may make it beside other threads' captures, and those in mode 2 always.
 int reject_while_capturing();
 size_t nodes_of(const Graph* graph);
 Graph* copy_of(const Graph* graph);

@@ -66,6 +66,7 @@ struct Capture {
   unsigned long long id;
   Stream* origin;
   int mode;
+  std::thread::id thread;  // that began it
   std::set<Stream*> streams;
   Graph graph;
   int failure = SUCCESS;
@@ -320,6 +321,7 @@ int begin_capture(Stream* stream, int mode) {
   if (stream->capture) return CAPTURE_UNSUPPORTED;
   stream->capture = std::make_shared<Capture>();
   stream->capture->id = ++last_id, stream->capture->origin = stream, stream->capture->mode = mode;
+  stream->capture->thread = std::this_thread::get_id();
   stream->capture->streams = {stream};
   stream->last.clear();
   open_captures.insert(stream->capture);
@@ -349,11 +351,14 @@ int end_capture(Stream* stream, Graph** made) {
 }
 
 int reject_while_capturing() {
-  if (capture_mode() == 2) return SUCCESS;
+  const int own = capture_mode();
+  if (own == 2) return SUCCESS;
   std::lock_guard<std::mutex> lock(captures);
   int status = SUCCESS;
-  for (const auto& capture : open_captures)
-    if (capture->mode == 0) status = capture->failure = CAPTURE_UNSUPPORTED;
+  for (const auto& capture : open_captures) {
+    const bool is_mine = capture->thread == std::this_thread::get_id();
+    if (is_mine ? capture->mode != 2 : capture->mode + own == 0) status = capture->failure = CAPTURE_UNSUPPORTED;
+  }
   return status;
 }
 
