@@ -65,6 +65,7 @@ class Group:
         self._of_devices: dict[int, DeviceCommunicator] = {}
         self._communicator: Communicator | None = None
         if world.recovers and given == (*range(world.topology.size),) and not purpose:
+            self.name = "group of all ranks"  # also to processes that join when there are more or fewer
             self._communicator = world.new_communicator(self.name)
             return
         if world.recovers and purpose and given == (world.topology.rank,):  # while others make one of several

@@ -217,6 +217,43 @@ def test_a_process_that_takes_a_place_begins_with_the_anchor(deaths, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("within_host", [True, False])
+def test_an_added_rank_trains_with_the_others(within_host):
+    script = """
+        import json, os, torch
+        import ring_plugins as ring
+        from ring_plugins.launcher.growth import request_ranks
+        from ring_plugins.torch import LocalUpdates, TrainingState
+        from tests.joiners import wait_for_joiners
+        from tests.worker import report
+        ring.init(ranks=int(os.environ["TEST_RANKS"]), on_failure="replace", max_ranks=3)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 8)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalUpdates(inner, model, every=4, within_host=json.loads(os.environ["TEST_WITHIN_HOST"]))
+        state = TrainingState(model=model, optimizer=optimizer, step=0)
+        while state.step < 14:
+            if state.step == 3 and ring.rank() == 0:
+                request_ranks(1, os.getppid())
+            if state.step >= 5 and ring.size() == 2:
+                wait_for_joiners({2}, 60.0)
+            optimizer.zero_grad()
+            model(torch.full((1, 4), float(ring.rank()))).square().sum().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+        optimizer.finish()
+        told = ring.all_gather_object(model.weight.detach())
+        report("equal", all(torch.equal(one, told[0]) for one in told))
+        report("ranks", (ring.size(), optimizer.averager.communicator.size, optimizer.exchanges))
+    """
+    result = run_ranks(script, 2, env={"TEST_WITHIN_HOST": json.dumps(within_host)}, timeout=120)
+    assert result.values("equal") == [True] * 3
+    averaging, exchanges = (3, 0) if within_host else (1, 4)
+    assert result.values("ranks") == [[3, averaging, exchanges]] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "options"), [("1,1", {}), ("2,1", {"fragments": 2}), ("1,1", {"delay": 2})], ids=str)
 def test_all_leave_at_one_exchange_when_a_rank_is_told_that_the_job_ends(nodes, options):
     script = """
