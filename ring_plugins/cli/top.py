@@ -55,7 +55,8 @@ def top(
         with contextlib.closing(frames), contextlib.suppress(KeyboardInterrupt):
             _show(frames, json, once)
     except Disconnected:
-        typer.echo("ring top: the job has ended.", err=True)
+        typer.echo("ring top: the job has ended, or more than 8 watch it.", err=True)
+        raise typer.Exit(2 if once else 0) from None
     except (RingError, OSError) as error:
         typer.echo(f"ring top: {error}", err=True)
         raise typer.Exit(2) from None
@@ -78,7 +79,9 @@ def _watch(job: int | None) -> FrameSocket:
     listed = "".join(f"\n  {pid}: {' '.join(words)}" for pid, words in jobs.items())
     found = [pid for pid in jobs if job is None or job in _line_of(pid)]
     if not jobs:
-        raise ArgumentError("no job of yours has its rank 0 on this host. Ask on the host of rank 0.")
+        raise ArgumentError(
+            "no job of yours has its rank 0 on this host. Ask on that of rank 0. A job of one rank cannot be watched."
+        )
     if not found:
         raise ArgumentError(f"--job {job} is none of your jobs with rank 0 on this host:{listed}")
     if len(found) > 1:
@@ -104,6 +107,8 @@ def _show(frames: FrameSocket, json: bool, once: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    from ring_plugins.core.base.errors import printable
+
     def snapshots() -> Any:
         while True:
             line = frames.receive(_WAITS)
@@ -119,11 +124,11 @@ def _show(frames: FrameSocket, json: bool, once: bool) -> None:
         return
     console = Console()
     if once:
-        console.print(_screen(next(snapshots())))
+        console.print(_screen(printable(next(snapshots()))))
         return
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         for one in snapshots():
-            live.update(_screen(one), refresh=True)
+            live.update(_screen(printable(one)), refresh=True)
 
 
 def _screen(job: dict[str, Any]) -> Any:

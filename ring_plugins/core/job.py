@@ -69,12 +69,17 @@ class World(Communicators):
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, launcher: Launcher, policy: FailurePolicy, asked: int | None = None
+        self,
+        rendezvous: Rendezvous,
+        launcher: Launcher,
+        policy: FailurePolicy,
+        asked: int | None = None,
+        is_part: bool = False,
     ) -> None:
         super().__init__(policy, rendezvous.size, rendezvous.transport)
         self._rendezvous, self.launcher = rendezvous, launcher
         self.first_call = FirstCall(policy, rendezvous.size, asked)
-        self._pid = os.getpid()
+        self._pid, self._is_part = os.getpid(), is_part
         self.is_joining = policy.replaces and config.JOINS.is_set()
         self.world_rank = config.JOINS.get() if self.is_joining else rendezvous.rank
         self.has_left = self.is_closed = False
@@ -226,7 +231,7 @@ class World(Communicators):
         detector = self.failure_detector = FailureDetector(self.members, self.local_peers, self.channel)
         if not self.recovers:
             self.meetings, self.named_calls = Meetings(self.channel, detector), NamedCalls(self.channel, detector)
-        observers = Observers(self.channel, detector, self.activities, records)
+        observers = Observers(self.channel, detector, self.activities, records, self._is_part)
         self.observers = observers
         launched = self.launcher.is_parent or self.own_slot is not None
         monitor = MonitorThread(detector, self.channel, launched, self.abort, self.status_after)
@@ -335,6 +340,8 @@ class World(Communicators):
         """In a forked child: disturb neither the parent nor its peers."""
         if self.part is not None:
             self.part.detach_after_fork()
+        if self.observers is not None:
+            self.observers.live.detach_after_fork()
         if self.channel is not None:
             self.channel.abandon()
         self.elastic.detach_after_fork()

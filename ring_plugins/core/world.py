@@ -81,7 +81,7 @@ def init(
     exit_hooks.install(lambda: _outer or _world, shutdown)
     rendezvous = connect(ranks, _generation)
     _generation += 1
-    world = _world = World(rendezvous, launcher_of(rendezvous.size), policy, ranks)
+    world = _world = World(rendezvous, launcher_of(rendezvous.size), policy, ranks, is_part=_outer is not None)
     set_rank(rendezvous.rank)
     world.export_place()
     if rendezvous.rank == 0 and _generation == 1:
@@ -112,13 +112,14 @@ def init_part() -> World:
     Until `shutdown` this job goes on beside it, and ends it when any of its ranks fails: ranks of other parts, too.
     """
     global _outer, _world
-    outer, _world = current(), None
+    outer = _outer = current()
+    _world = None
     try:
         part = init()
     except BaseException:
-        _world = outer  # by which the others hear of it
+        _world, _outer = outer, None  # by which the others hear of it
         raise
-    _outer, outer.part = outer, part
+    outer.part = part
     if part.failure_detector is not None:
         part.failure_detector.outer = outer.failure_detector
     return part

@@ -18,8 +18,8 @@ RANK = {
     "waits_seconds": 0.0,
 }  # fmt: skip
 JOB = {
-    "time": "", "command": "train.py", "pid": 4711, "seconds": 3723.0, "ranks": 3, "ranks_at_start": 4, "changes": 1,
-    "lost": [2],
+    "time": "", "command": "train.py \x1b[2J\udcff", "pid": 4711, "seconds": 3723.0, "ranks": 3,
+    "ranks_at_start": 4, "changes": 1, "lost": [2],
     "rows": [
         {"rank": 0, **RANK},
         {"rank": 1, **RANK, "host": "b", "waits_for": [0], "waits_in": "all_reduce", "waits_seconds": 12.0},
@@ -52,9 +52,13 @@ def job():
     service.close()
 
 
-def test_the_job_is_one_screen_or_a_line_of_json(job):
+def test_the_job_is_one_screen_or_a_line_of_json(job, monkeypatch):
+    monkeypatch.setattr(local_service, "processes", lambda service: {os.getpid(): []})  # others' jobs may run here
     lines = run("--once", "--job", str(os.getpid())).output.splitlines()
-    assert "train.py (process 4711): 3 of 4 ranks on 2 hosts, 1:02:03, step 1,200; ranks were lost" in lines[0]
+    assert (
+        "train.py \\x1b[2J\\udcff (process 4711): 3 of 4 ranks on 2 hosts, 1:02:03, step 1,200; ranks were lost"
+        in lines[0]
+    )
     (first, second, third) = [line.split() for line in lines if line.strip()[:2] in ("0 ", "1 ", "2 ")]
     assert first == ["0", "a", "1,200", "25.0", "25%", "5%", "4.0", "int8", "300", "MB"]
     assert " ".join(second).endswith("waits for rank 0 in all_reduce, 12 s")
@@ -74,3 +78,22 @@ def test_what_names_no_job_or_several_is_told(job, monkeypatch):
     )
     monkeypatch.setattr(local_service, "processes", lambda service: {})
     assert "no job of yours has its rank 0 on this host" in run().output
+
+
+def test_whoever_shows_nothing_says_so():
+    service, over = LocalService("top", 0), threading.Event()
+
+    def hang_up():
+        while not over.is_set():
+            list(service.poll())
+            for number in service:
+                service.hang_up(number)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    result = run("--once", "--job", str(os.getpid()))
+    over.set()
+    thread.join()
+    service.close()
+    assert result.exit_code == 2 and "the job has ended, or more than 8 watch it." in result.output

@@ -75,6 +75,10 @@ class LocalService:
     def close(self) -> None:
         self._peers.close()
 
+    def abandon(self) -> None:
+        """Close all sockets at once, as a forked child must."""
+        self._peers.abandon()
+
 
 def processes(service: str) -> dict[int, list[str]]:
     """This user's processes on this host that answer: the words of their commands by process id."""

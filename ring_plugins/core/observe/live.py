@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ring_plugins.core.base import config
@@ -22,12 +21,13 @@ from ring_plugins.core.base.member import Members
 from ring_plugins.core.control.channel import EVERYONE, Body, Channel
 from ring_plugins.core.control.wait import long_waits
 from ring_plugins.core.net.local_service import LocalService
-from ring_plugins.core.observe.metrics import serve
+from ring_plugins.core.observe.metrics import End, serve
 from ring_plugins.core.trace.steps import StepClock
 
 SERVICE = "top"
-#: Seconds between two questions, and until a rank that has not answered counts as silent.
-_EVERY, _SILENT = 1.0, 5.0
+#: Seconds between two questions, until a rank that has not answered counts as silent, and until the address of
+#: RING_METRICS is tried again: a rank that has just left may have it still.
+_EVERY, _SILENT, _AGAIN = 1.0, 5.0, 5.0
 #: Bytes of a page of this process's memory.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -98,7 +98,8 @@ class LiveView:
         self._service: LocalService | None = None
         self._answers: dict[int, tuple[float, Body]] = {}
         self._began, self._next = time.monotonic(), 0.0
-        self._end_metrics: Callable[[], None] | None = None
+        self._end_metrics: End | None = None
+        self._serve_at, self._has_warned = 0.0, False
         channel.on("report_vitals", self._note, droppable=True)
 
     def tick(self, now: float) -> None:
@@ -106,8 +107,9 @@ class LiveView:
             return
         if self._service is None:
             self._service = LocalService(SERVICE, 0)
-            if address := config.METRICS.get():
-                self._end_metrics = serve(address, self.snapshot, logger.warning)
+        if self._end_metrics is None and now >= self._serve_at and (address := config.METRICS.get()):
+            self._serve_at = now + _AGAIN
+            self._end_metrics = serve(address, self.snapshot, self._warn)
         for number, _ in self._service.poll():
             self._service.hang_up(number)  # nobody has anything to say here
         if now < self._next or not ([*self._service] or self._end_metrics):
@@ -117,7 +119,7 @@ class LiveView:
             line = json.dumps(self.snapshot())
             for number in self._service:
                 self._service.send(number, line)
-        self._channel.tell(EVERYONE, "request_vitals", {})
+        self._channel.tell(EVERYONE, "request_vitals", droppable=True)
         self._channel.tell(self._channel.rank, "request_vitals", {})
 
     def close(self) -> None:
@@ -125,6 +127,18 @@ class LiveView:
             self._service.close()
         if self._end_metrics is not None:
             self._end_metrics()
+
+    def detach_after_fork(self) -> None:
+        """In a forked child: whoever watches, or comes when this process has ended, must not wait for the child."""
+        if self._service is not None:
+            self._service.abandon()
+        if self._end_metrics is not None:
+            self._end_metrics(is_forked=True)
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            logger.warning(text)
+        self._has_warned = True
 
     def _note(self, sender: int, body: Body) -> None:
         self._answers[sender] = time.monotonic(), body

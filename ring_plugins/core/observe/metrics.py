@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from ring_plugins.core.base.errors import MissingDependency
 from ring_plugins.core.base.install import pip_command
@@ -24,6 +24,13 @@ _OF_JOB = {
     "ranks_at_start": ("ranks_at_start", "Places of the job, filled or not."),
     "membership_changes_total": ("changes", "How often ranks were lost, have left or joined."),
 }
+
+
+class End(Protocol):
+    """Ends a server."""
+
+    def __call__(self, is_forked: bool = False) -> None:
+        """Close its sockets, and end its thread unless this is a forked child, which has none."""
 
 
 class Collector:
@@ -50,9 +57,7 @@ class Collector:
             yield family
 
 
-def serve(
-    address: tuple[str, int], snapshot: Callable[[], dict[str, Any]], warn: Callable[[str], None]
-) -> Callable[[], None] | None:
+def serve(address: tuple[str, int], snapshot: Callable[[], dict[str, Any]], warn: Callable[[str], None]) -> End | None:
     """Serve the numbers of a job; returns what ends that, None if nothing can listen there.
 
     Args:
@@ -66,13 +71,15 @@ def serve(
     try:
         server, thread = _client().start_http_server(port, host, registry)
     except OSError as error:
-        warn(f"RING_METRICS={host}:{port}: nothing can listen there: {error}. The job goes on without.")
+        warn(f"RING_METRICS={host}:{port}: nothing can listen there: {error}. The job goes on, and tries it again.")
         return None
 
-    def end() -> None:
-        server.shutdown()
+    def end(is_forked: bool = False) -> None:
+        if not is_forked:
+            server.shutdown()
         server.server_close()
-        thread.join()
+        if not is_forked:
+            thread.join()
 
     return end
 

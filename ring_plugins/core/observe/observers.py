@@ -30,6 +30,7 @@ class Observers:
         failure_detector: knows which ranks have failed or left.
         activities: returns the last operation of this rank in each communicator.
         records: whether rank 0 writes a timeline of the whole job.
+        is_part: whether this process has another job beside it, which shows the ranks of all parts.
 
     Attributes:
         services: all of them, for the monitor thread.
@@ -37,6 +38,7 @@ class Observers:
         stalls: reports this rank's long waits to rank 0.
         steps: sends this rank's steps to rank 0.
         spans: sends this rank's part of a timeline there.
+        live: shows the job to whoever watches.
         all_steps, timeline, all_stalls: on rank 0, the steps, the timeline and the long waits of all ranks.
 
     Raises:
@@ -49,6 +51,7 @@ class Observers:
         failure_detector: FailureDetector,
         activities: Callable[[], Iterable[Activity]],
         records: bool = False,
+        is_part: bool = False,
     ) -> None:
         warning, abort = config.STALL_WARNING.get(), config.STALL_ABORT.get()
         steps.restart()
@@ -62,7 +65,8 @@ class Observers:
         self.services: list[Service] = [self.stalls, self.steps, self.spans]
         if config.METRICS.get() is not None:
             metrics.check()
-        self.services += [Vitals(channel, steps), LiveView(channel, members)]
+        self.live = LiveView(channel, members)
+        self.services += [] if is_part else [Vitals(channel, steps), self.live]
         if channel.rank == 0:
             self.all_steps = StepAggregator(channel, members, logger.warning)
             self.timeline = TimelineAggregator(channel, members)

@@ -11,7 +11,7 @@ import pytest
 from ring_plugins.core.base import config
 from ring_plugins.core.control.channel import EVERYONE
 from ring_plugins.core.control.wait import LongWait, long_waits
-from ring_plugins.core.net.local_service import connected
+from ring_plugins.core.net.local_service import connected, processes
 from ring_plugins.core.observe import live
 from ring_plugins.core.observe.live import SERVICE, LiveView, Vitals
 from ring_plugins.core.trace.steps import StepClock
@@ -102,8 +102,33 @@ def test_only_the_lowest_rank_shows_the_job_and_serves_its_numbers(view, monkeyp
     assert ended == [("127.0.0.1", 9400)]
 
 
+def test_an_address_that_is_taken_is_tried_again_and_told_once(view, monkeypatch):
+    results, told = [None, None, lambda: None], []
+
+    def serve(address, snapshot, warn):
+        warn("it is taken")
+        return results.pop(0)
+
+    monkeypatch.setenv(config.METRICS.name, ":9400")
+    monkeypatch.setattr(live, "serve", serve)
+    monkeypatch.setattr(live.logger, "warning", told.append)
+    for now in (1.0, 2.0, 7.0, 13.0, 19.0, 25.0):
+        view.view.tick(now)
+    assert results == [] and told == ["it is taken"]
+
+
+def test_a_forked_child_does_not_keep_what_watchers_connect_to(view):
+    view.view.tick(time.monotonic())
+    ended = []
+    view.view._end_metrics = lambda is_forked=False: ended.append(is_forked)
+    assert os.getpid() in processes(SERVICE)
+    view.view.detach_after_fork()
+    assert os.getpid() not in processes(SERVICE) and ended == [True]
+
+
 WATCHED = """
-import json, os, time
+import json, os, re, time
+from pathlib import Path
 import ring_plugins as ring
 from ring_plugins.cli.main import app
 from tests.worker import report
@@ -118,6 +143,15 @@ if ring.rank() == 0:
         rows = json.loads(found.stdout)["rows"] if found.exit_code == 0 else []
     report("ranks", [row["rank"] for row in rows])
     report("of", json.loads(found.stdout)["ranks_at_start"])
+    of_job = rf" (\\d+) @ring_plugins/top/{os.geteuid()}/{os.getpid()}/"
+    sockets = set(re.findall(of_job, Path("/proc/net/unix").read_text()))
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        inodes = {str(os.stat(one).st_ino) for one in Path("/proc/self/fd").iterdir() if one.exists()}
+        os.write(write_end, b"%d" % len(sockets & inodes))
+        os._exit(0)
+    report("sockets", [len(sockets) > 0, int(os.read(read_end, 9))])
+    os.wait()
 ring.barrier()
 """
 
@@ -125,4 +159,4 @@ ring.barrier()
 @pytest.mark.slow
 def test_a_running_job_is_watched_by_its_process_id():
     result = run_ranks(WATCHED, ranks=3, timeout=120)
-    assert result.reports[0] == {"ranks": [0, 1, 2], "of": 3}
+    assert result.reports[0] == {"ranks": [0, 1, 2], "of": 3, "sockets": [True, 0]}

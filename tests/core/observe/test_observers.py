@@ -29,6 +29,11 @@ def test_rank_0_collects_what_all_ranks_report(observers):
     assert first.members.own == 0 and not recorder.on
 
 
+def test_the_launchers_job_shows_the_ranks_of_its_parts(observers):
+    part, alone = observers(0, is_part=True), observers(0)
+    assert part.live not in part.services and alone.live in alone.services
+
+
 def test_a_rank_records_at_once_and_rank_0_opens_the_timeline(observers, tmp_path, monkeypatch):
     monkeypatch.setenv("RING_TIMELINE", str(tmp_path))
     observers(1, records=True)
