@@ -116,7 +116,7 @@ class HostDiscovery:
             try:
                 found = parse_hostfile(self._text(self._out), "its output", "its output")
             except ArgumentError as error:
-                kind, trouble = "ended well, but", f"ended well, but {error}"
+                kind, trouble = "ended well, but", f"ended well, but {quoted(error, 400)}"
         if trouble and kind != self._kind_of_trouble:  # the rest may hold the time, and be another every second
             self._notify(f"{self.name} {trouble.rstrip('.')}. It is tried again; the hosts stay as they are.")
         self._trouble, self._kind_of_trouble = trouble, kind
