@@ -80,13 +80,17 @@ def _watch(job: int | None) -> FrameSocket:
     found = [pid for pid in jobs if job is None or job in _line_of(pid)]
     if not jobs:
         raise ArgumentError(
-            "no job of yours has its rank 0 on this host. Ask on that of rank 0. A job of one rank cannot be watched."
+            "no job of yours has its rank 0 on this host, and answers. Ask on that of rank 0. A job of one rank cannot "
+            "be watched, nor one whose rank 0 is stopped."
         )
     if not found:
         raise ArgumentError(f"--job {job} is none of your jobs with rank 0 on this host:{listed}")
     if len(found) > 1:
         raise ArgumentError(f"several jobs run here; choose one with --job and its process id:{listed}")
-    frames = connected(SERVICE, found[0], _LONGEST, _WAITS)
+    try:
+        frames = connected(SERVICE, found[0], _LONGEST, _WAITS)
+    except TimeoutError:
+        raise LaunchError(f"the job of process {found[0]} does not answer; its rank 0 may be stopped.") from None
     if frames is None:
         raise LaunchError(f"the job of process {found[0]} has just ended.")
     return frames

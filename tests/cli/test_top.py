@@ -97,3 +97,13 @@ def test_whoever_shows_nothing_says_so():
     thread.join()
     service.close()
     assert result.exit_code == 2 and "the job has ended, or more than 8 watch it." in result.output
+
+
+def test_a_stopped_job_is_told_from_one_that_has_ended(monkeypatch):
+    service = LocalService("top", 0)  # which nobody polls
+    monkeypatch.setattr("ring_plugins.cli.top._WAITS", 0.02)
+    result = run("--job", str(os.getpid()))
+    service.close()
+    assert (
+        result.exit_code == 2 and f"process {os.getpid()} does not answer; its rank 0 may be stopped" in result.output
+    )
