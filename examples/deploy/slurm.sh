@@ -13,7 +13,8 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate  # on a file system that all nodes share
 
-# A secret of this job; srun passes it to all ranks.
+# A secret of this job; srun passes it to all ranks, also where the site has told it to pass nothing.
+export SLURM_EXPORT_ENV=ALL
 export RING_SECRET=$(openssl rand -hex 32)
 
 # Since SLURM 22.05 srun does not take --cpus-per-task from sbatch.

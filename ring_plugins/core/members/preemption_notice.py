@@ -31,6 +31,10 @@ from types import FrameType
 TERMINATED = 128 + signal.SIGTERM
 
 
+def _end_first_process(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
 class PreemptionNotice:
     """Whether this process was told to end.
 
@@ -45,6 +49,12 @@ class PreemptionNotice:
         self.given = self.of_job = self.is_asked = False
         self._pid = os.getpid()
         self.is_installed = self._was_installed = False
+        self._end_as_first_process()
+
+    def _end_as_first_process(self) -> None:
+        """Let SIGTERM end a container's first process, for which the kernel ignores signals that have no handler."""
+        if self._pid == 1 and self._may_take(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, _end_first_process)
 
     def install(self) -> None:
         """Take SIGTERM for a preemption notice from now on, unless the script has another use for it."""
@@ -59,16 +69,23 @@ class PreemptionNotice:
                 self._take(signal.SIGUSR1)
 
     def _take(self, number: signal.Signals) -> bool:
-        takes = threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL
+        takes = self._may_take(number)
         if takes:
             signal.signal(number, self._note)
         return takes
+
+    @staticmethod
+    def _may_take(number: signal.Signals) -> bool:
+        """Whether this thread may handle a signal for which the script has no handler."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and signal.getsignal(number) in (signal.SIG_DFL, _end_first_process)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.given and not self.is_asked
         if is_repeated or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is no rank
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            _end_first_process(number, None)  # the kernel has ignored it
         if number == signal.SIGTERM:
             self.given = True
         else:
@@ -91,4 +108,5 @@ class PreemptionNotice:
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL)
+        self._end_as_first_process()
         self.is_installed = self.is_asked = False

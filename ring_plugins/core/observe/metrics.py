@@ -44,11 +44,12 @@ class Collector:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         job = self._snapshot()
         for name, (key, meaning) in _OF_JOB.items():
-            yield GaugeMetricFamily(f"ring_{name}", meaning, value=job[key])
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(f"ring_{name}", meaning, value=job[key])
         for name, (key, meaning) in _OF_RANKS.items():
             family = GaugeMetricFamily(f"ring_rank_{name}", meaning, labels=["rank", "host"])
             for row in job["rows"]:

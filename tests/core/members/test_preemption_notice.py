@@ -2,12 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from ring_plugins.core.members.preemption_notice import PreemptionNotice
-from tests.launch import run_ranks
+from tests.launch import REPOSITORY, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +267,20 @@ report("steps", ask.steps)
 def test_a_fit_in_a_group_ends_with_those_in_others(backend):
     result = run_ranks(KERAS_IN_GROUPS, 3, env={"KERAS_BACKEND": backend}, timeout=120)
     assert result.values("steps") == [2, 2, 2], result
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes PID namespaces")
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_containers_first_process_heeds_the_signal(asks, tmp_path):
+    """The kernel keeps signals that have no handler from it, and so would a second one after `close`."""
+    lines = ["import time", "from ring_plugins.core.members.preemption_notice import PreemptionNotice"]
+    lines += ["notice = PreemptionNotice()", *(["notice.ask()", "notice.close()"] if asks else [])]
+    (tmp_path / "script.py").write_text("\n".join([*lines, "print('ready', flush=True)", "time.sleep(60)"]))
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, tmp_path / "script.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as job:
+        assert job.stdout.readline() == "ready\n"
+        (first,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert job.wait(60) == 143
