@@ -213,6 +213,8 @@ def read_config_file(path: str) -> list[str]:
     words: list[str] = []
     for section, found in sections.items() if isinstance(sections, dict) else [("", sections)]:
         settings = {f"{found}".lower(): True} if section == "controller" else found  # the only one that is a value
+        if settings is None:
+            continue  # all of them are comments
         for name, value in settings.items() if isinstance(settings, dict) else [("", settings)]:
             option = f"{_SECTIONS.get(section, '?')}{name}".replace("_", "-").removesuffix("-enabled")
             if value is False:

@@ -174,6 +174,12 @@ def test_a_file_with_what_horovodrun_does_not_know_is_refused(written, text, sai
         translate([f"--config-file={written(text)}", "t"], HAS_VALUE, {})
 
 
+def test_a_section_whose_settings_are_all_comments_says_nothing(written):
+    pytest.importorskip("yaml")
+    text = "params:\n  # cycle_time_ms: 5\nautotune:\n"
+    assert translate([f"--config-file={written(text)}", "t"], HAS_VALUE, {}) == (["t"], [])
+
+
 def test_a_file_needs_pyyaml(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(typer.BadParameter, match="needs PyYAML: pip install pyyaml, or write its settings as options"):
