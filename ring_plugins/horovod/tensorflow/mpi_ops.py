@@ -14,9 +14,11 @@ from ring_plugins.horovod.common.process_sets import set_of
 from ring_plugins.horovod.common.util import num_rank_is_power_2
 from ring_plugins.horovod.tensorflow import collectives, host
 from ring_plugins.horovod.tensorflow.collectives import *  # noqa: F403 - all its public functions are Horovod's
+from ring_plugins.horovod.tensorflow.functions import broadcast_
 from ring_plugins.horovod.tensorflow.joined import join
 
 __all__ = [
+    "broadcast_",
     "check_num_rank_power_of_2",
     "handle_average_backwards_compatibility",
     "init",
