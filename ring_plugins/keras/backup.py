@@ -99,6 +99,11 @@ class Backups:
         if self.exist:
             call_when_over(callback, self.undo)
 
+    @property
+    def are_written_here(self) -> bool:
+        """Whether this rank writes: not one to which alone a script has given them, beside the root."""
+        return any(writes() for _, writes in self._writing)
+
     def at_the_end(self, callbacks: Sequence[Any]) -> list[Any]:
         """The callbacks in the order in which those that save come last, before the `BroadcastCallback`."""
         saving = [one for one in callbacks if any(getattr(one, "writer", one) is writer for writer, _ in self._writing)]
@@ -134,6 +139,8 @@ class Backups:
         writer._last_batch_seen = max(found.place["batch"] - 1, 0)
         for variable, value in zip(_seeds(model), found.seeds, strict=False):
             variable.assign(value)
+        rest = Rest(argument_of_fit("epoch_iterator"), argument_of_fit("x"))
+        found.place["data"]["size here"] = rest.size  # of the root, as the one in the backup
         self.loaded = found
 
     def begin(self, told: Backup | None, exist: bool) -> None:

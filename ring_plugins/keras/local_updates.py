@@ -120,10 +120,15 @@ class BetweenHosts(OuterSteps):
         averages_seldom()
 
     def after_batch(self, batch: int) -> None:
-        """Count the steps up to this batch of the epoch, and exchange what is due."""
-        for _ in range(batch - self._last):
-            self.after_step()
-        self._last = batch
+        """Count the steps up to this batch of the epoch, and exchange what is due.
+
+        Between those of one execution (`steps_per_execution`) weights cannot be seen. One exchange for each would find
+        no change but in the first, and move the weights by the outer optimizer's momentum alone.
+        """
+        unseen, self._last = batch - self._last - 1, batch
+        self.steps += unseen
+        self._left -= unseen
+        self.after_step()
 
     def after_epoch(self) -> None:
         """Give all ranks the same weights, once all are here; tell them if one wants to stop."""

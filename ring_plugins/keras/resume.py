@@ -11,6 +11,7 @@ batches that are left, and its steps other numbers, for that epoch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ import keras
 
 from ring_plugins.keras.patches import Patch
 from ring_plugins.keras.shard import UNSEEDED, order_of, seeds_of_shuffles
+from ring_plugins.keras.uneven import batch_size_of
 
 _ANEW = "so the data of this epoch begins anew, and some samples are read twice."
 
@@ -60,7 +62,14 @@ class Rest:
             is_over = batches == 0 or bool(count and batches >= count)
         if self._order is not None:
             return self._order.behind(batches, is_over)
-        return {"batches": 0 if is_over else self._begun + batches}
+        size = {} if self.size is None else {"size": self.size}
+        return {"batches": 0 if is_over else self._begun + batches, **size}
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """Samples of a full batch; None if nobody knows, or the data is divided by an `Order`."""
+        adapter = getattr(self._iterator, "data_adapter", None)
+        return batch_size_of(adapter, self._data) if self._order is None and hasattr(adapter, "batch_size") else None
 
     def plan(self, told: Mapping[str, Any], ranks: int, steps: int | None) -> None:
         """Take from a backup where the epoch goes on.
@@ -108,6 +117,12 @@ class Rest:
             return ""
         if "batches" not in place:
             return f"{kind} is other data than that of the backup, {_ANEW} Pass the same data in each run."
+        sizes = place.get("size"), place.get("size here")
+        if None not in sizes and sizes[0] != sizes[1]:
+            return (
+                f"batches of {kind} have {sizes[1]} samples, and {sizes[0]} before, {_ANEW} Resume with batches of "
+                f"{sizes[0]}, or pass arrays to ring_plugins.keras.shard, and that to fit()."
+            )
         if told["ranks"] != ranks:
             return (
                 f"{kind} cannot be divided anew, and the backup is of {told['ranks']} ranks, these are {ranks}, "

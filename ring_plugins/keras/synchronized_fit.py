@@ -116,7 +116,7 @@ class SynchronizedFit:
         initial, told = repeated(self._read_by_root)
         model._initial_epoch = self._first_epoch = initial
         # A script may give the callbacks that save to one rank only.
-        own = self._saves_weights, self._backups.exist
+        own = self._saves_weights, self._backups.exist and self._backups.are_written_here
         saves, backups = zip(*self._communicator.all_gather_object(own, "fit"), strict=True)
         self._saves_weights = any(saves)
         self._backups.begin(told, any(backups))

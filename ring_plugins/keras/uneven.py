@@ -74,7 +74,7 @@ class UnevenData:
             hindrance = hindrance or "a CallbackList of the script's own keeps fit() from being found"
         else:
             adapter = self._iterator.data_adapter
-            size, count = _batch_size(adapter, self._data), _number_of_batches(adapter)
+            size, count = batch_size_of(adapter, self._data), _number_of_batches(adapter)
             own, count = (0, 0) if self._is_empty else (own, count)
         last = None if self._iterator is None else _last_size(self._iterator.data_adapter, self._data)
         is_known = own is not None or self._iterator is None or has_equal_parts(self._data)
@@ -309,7 +309,7 @@ def _has_rows(leaf: Any) -> bool:
     return len(shape) > 0
 
 
-def _batch_size(adapter: Any, data: Any) -> int | None:
+def batch_size_of(adapter: Any, data: Any) -> int | None:
     """Samples of a full batch, None if that is not known."""
     size = adapter.batch_size
     # Keras 3.15.1, data_adapters: what these have read, or read, to know the shapes of batches.

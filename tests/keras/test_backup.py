@@ -206,3 +206,48 @@ def test_a_job_of_one_rank_saves_when_it_is_told_and_goes_on(tmp_path, model):
     assert run(None) == 0 and seen == [0, 1, 2, 3, 0, 1, 2, 3]
     assert not (tmp_path / "backup").exists()
     assert int(model.optimizer.iterations) == 8
+
+
+def test_other_batches_than_before_begin_the_epoch_anew(tmp_path, model, capfd):
+    """What is skipped is counted in batches: others would lose samples, or read them twice."""
+    import keras
+
+    import ring_plugins as ring
+    from ring_plugins.core.world import current
+    from ring_plugins.keras import BroadcastCallback
+
+    x, seen = np.arange(24.0).reshape(8, 3), []
+
+    def run(size):
+        def note(batch, logs):
+            seen.append(batch)
+            current().elastic.preemption_notice.given = len(seen) == 2
+
+        noting = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+        try:
+            model.fit(x, x[:, :1], size, verbose=0, callbacks=[BroadcastCallback(), backup, noting], shuffle=False)
+        except SystemExit:
+            pass
+        finally:
+            ring.shutdown()
+
+    run(2)
+    run(4)
+    assert seen == [0, 1, 0, 1], "behind two batches of two"
+    assert "batches of ndarray have 4 samples, and 2 before" in capfd.readouterr().err
+
+
+def test_only_who_writes_backups_lets_the_job_end_with_one(tmp_path):
+    """Else a signal would end it behind the words that its state was saved."""
+    from types import SimpleNamespace
+
+    import keras
+
+    from ring_plugins.keras.backup import Backups
+
+    writer = keras.callbacks.BackupAndRestore(str(tmp_path))
+    for writes in (True, False):
+        backups = Backups(SimpleNamespace(), [])
+        backups._writing = [(writer, lambda writes=writes: writes)]
+        assert backups.are_written_here is writes

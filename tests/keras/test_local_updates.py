@@ -63,3 +63,23 @@ def test_numbers_of_variables_are_read_and_written_in_stretches():
     assert keras.ops.convert_to_numpy(variables[1]).tolist() == [100.0 + i for i in range(27)] + [0.0, 1.0, 2.0]
     stretch[:] = 0  # no variable has its memory
     assert keras.ops.convert_to_numpy(keras.ops.cast(variables[3], "float32")).tolist() == [[16, 17], [18, 19]]
+
+
+@pytest.mark.parametrize(("every", "execution", "expected"), [(2, 1, [2, 4, 6, 8]), (2, 4, [4, 8]), (3, 2, [4, 8])])
+def test_an_execution_of_several_steps_is_followed_by_one_exchange(every, execution, expected):
+    from ring_plugins.keras.local_updates import BetweenHosts
+
+    class Counting(BetweenHosts):
+        teams = 2
+
+        def __init__(self):
+            self._last, self.steps, self._left, self._late, self._turn, self.met = -1, 0, every, None, 0, []
+
+        def _meet(self, turn):
+            self.met.append(self.steps)
+            self._left = every
+
+    counting = Counting()
+    for batch in range(execution - 1, 8, execution):
+        counting.after_batch(batch)
+    assert counting.met == expected and counting.steps == 8

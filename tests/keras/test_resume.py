@@ -77,6 +77,7 @@ def test_streams_go_on_behind_as_many_batches():
     rest.begin_epoch()
     assert [step for step, *_ in iterator._enumerate_iterator()] == [*range(5)]
     assert rest.place(1, False) == {"batches": 1}
+    assert Rest(iterator_of(5, batch_size=4), []).place(1, False) == {"batches": 1, "size": 4}
 
 
 def test_a_divided_order_gets_the_numbers_of_the_steps_that_are_left():
@@ -96,6 +97,7 @@ def test_a_divided_order_gets_the_numbers_of_the_steps_that_are_left():
     [
         (told(3, batches=2), {}, "list cannot be divided anew, and the backup is of 3 ranks, these are 2"),
         (told(batches=2), {"_shuffle": True}, "fit(shuffle=True) reads x in another order in each run"),
+        (told(batches=2, size=4, **{"size here": 8}), {}, "batches of list have 8 samples, and 4 before, so the data"),
         (told(count=3, seed=0, epoch=1, consumed=2), {}, "list is other data than that of the backup"),
     ],
 )
