@@ -28,9 +28,9 @@ parser.add_argument(
 arguments = parser.parse_args()
 
 batch_size = 32  # per rank; two ranks together use 64 digits per step
-learning_rate = 1e-3  # for one rank; times the square root of the number of ranks, as Adam wants it for larger batches
+learning_rate = 1e-3  # of one process; times the square root of the number of ranks, for larger batches with Adam
 epochs = 20  # over which the learning rate falls to zero; more epochs do not improve the accuracy
-validation_digits = 360  # a fifth of the 1,797; divides by 2, 3 and 4 ranks, so that no digit counts twice
+validation_digits = 360  # a fifth of the 1,797
 seed = 1
 
 # A deprecation warning of torch for Lightning 2.6, which a script cannot avoid.

@@ -150,7 +150,8 @@ def _screen(job: dict[str, Any]) -> Any:
         f"{'host' if hosts == 1 else 'hosts'}, {_duration(job['seconds'])}, step {steps:,}"
     )
     if job["changes"]:
-        head += f"; ranks were lost, have left or joined {job['changes']} times"
+        times = f"{job['changes']} {'change' if job['changes'] == 1 else 'changes'}"
+        head += f"; {times} of ranks, {len(job['lost'])} lost or left"
     table = Table(box=SIMPLE, pad_edge=False)
     for name in ("rank", "host", "step", "ms a step", "waits", "moves", "MB a step", "memory", "now"):
         table.add_column(name, justify="left" if name in ("host", "now") else "right")

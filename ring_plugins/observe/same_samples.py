@@ -23,7 +23,7 @@ def tell_if_same(checksum: int, communicator: Communicator[Any]) -> None:
     if same and communicator.rank == 0 and not _told:
         _told.append(name_ranks(same))
         logger.warning(
-            f"{name_ranks(same)} have the same samples in their first batch, so they compute the same. Divide the "
-            "data, so that each rank reads a part of its own (in PyTorch by a DistributedSampler, in Keras by "
-            "ring_plugins.keras.shard), or shuffle it with another seed on each rank."
+            f"{name_ranks(same)} have the same samples, or equal gradients, in their first batch. Unless that is "
+            "meant, divide the data, so that each rank reads a part of its own (in PyTorch by a DistributedSampler, in "
+            "Keras by ring_plugins.keras.shard), or shuffle it with another seed on each rank."
         )

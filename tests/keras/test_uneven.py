@@ -54,7 +54,7 @@ def test_data_that_nothing_has_divided_is_noticed_once(seen):
     first, second = seen
     assert second == ["end of fit"] * 3
     assert [first[0], *first[2:]] == ["end of fit"] * 3
-    assert first[1].startswith("ranks 0, 1 have the same samples in their first batch")
+    assert first[1].startswith("ranks 0, 1 have the same samples, or equal gradients, in their first batch")
 
 
 def test_samples_are_counted_in_batches_of_any_structure():
