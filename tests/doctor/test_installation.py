@@ -41,7 +41,7 @@ def test_variables_that_ring_run_sets_for_its_ranks_are_not_reported(name):
 
 def test_every_documented_variable_is_known():
     values = {config.SECONDS: "1", config.SWITCH: "1", config.WHOLE_NUMBER: "1", config.COUNTS: "1", config.TEXT: "x"}
-    words = {config.OVERLAP.name: "auto", config.ON_FAILURE.name: "end"}
+    words = {config.OVERLAP.name: "auto", config.ON_FAILURE.name: "end", config.METRICS.name: ":9400"}
     for name, variable in config.ALL.items():
         value = values.get(variable.kind) or words.get(name, "mpi")
         assert [finding.severity.name for finding in settings({name: value})] == ["FINE"], name

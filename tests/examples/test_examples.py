@@ -63,11 +63,11 @@ def test_experts(started_by, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_uneven_data(ranks):
-    result = run_ranks(EXAMPLES / "uneven_data.py", ranks, args=["--ranks", str(ranks)], timeout=120)
+@pytest.mark.parametrize("number", [2, 3])
+def test_uneven_data(number):
+    result = run_ranks(EXAMPLES / "uneven_data.py", number, args=["--ranks", str(number)], timeout=120)
     line = closing(result, r"^ranks (\d), batches of each (\[.*\]), accuracy ([\d.]+)$")
-    assert (line[1], json.loads(line[2])) == (str(ranks), {2: [19, 38], 3: [10, 19, 29]}[ranks])
+    assert (line[1], json.loads(line[2])) == (str(number), {2: [19, 38], 3: [10, 19, 29]}[number])
     assert float(line[3]) >= 0.94
 
 

@@ -785,7 +785,7 @@ class Requests(Target):
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.setblocking(False)
-            self._requests._peers.add(0, FrameSocket(ours, Purpose.LAUNCHER, 512))
+            self._requests._service._peers.add(0, FrameSocket(ours, Purpose.LAUNCHER, 512))
             for piece in _pieces(struct.pack("!Q", len(data)) + data, rng):
                 with contextlib.suppress(OSError):
                     theirs.send(piece)
@@ -793,7 +793,7 @@ class Requests(Target):
             theirs.shutdown(socket.SHUT_WR)
             for _ in range(3):
                 self._requests.poll()
-            assert not list(self._requests._peers)
+            assert not list(self._requests._service)
             answer = b""
             with contextlib.suppress(ConnectionError):
                 answer = theirs.recv(5000)

@@ -14,7 +14,8 @@ def test_a_loss_that_a_step_has_found_is_told_behind_it_though_the_checks_have_f
     for module in (consistency, synchronized_fit):
         monkeypatch.setattr(module, "current", lambda: SimpleNamespace(elastic=elastic))
     monkeypatch.setattr(consistency, "is_initialized", lambda: True)
-    fit = SynchronizedFit(SimpleNamespace(_model=None, average_gradients=False), None, [], False)
+    wanted = dict.fromkeys(["_model", "group", "compression", "error_feedback", "backups"])
+    fit = SynchronizedFit(SimpleNamespace(**wanted, average_gradients=False), None, [], False)
     fit._checks = KerasChecks(reads_in_pass=False)
     for view in (0, 1, 1, 3):
         elastic.view = view

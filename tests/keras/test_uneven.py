@@ -61,7 +61,7 @@ def test_samples_are_counted_in_batches_of_any_structure():
     """A train_step of the script's own may take more than x, y and weights, and numbers beside arrays."""
     import numpy as np
 
-    from ring_plugins.keras.uneven import _batch_size, _first_array
+    from ring_plugins.keras.uneven import _first_array, batch_size_of
 
     x = np.zeros((3, 2))
     for batch in ((x, 1, 2, 3), {"a": np.float32(1), "x": x}, [1.0, (None, x)], x):
@@ -71,7 +71,7 @@ def test_samples_are_counted_in_batches_of_any_structure():
     class Adapter:
         batch_size, _first_batches = None, [(1.0, x, x, x)]
 
-    assert _batch_size(Adapter(), iter(())) == 3
+    assert batch_size_of(Adapter(), iter(())) == 3
 
 
 def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_before_the_first_step():

@@ -141,7 +141,9 @@ def test_a_script_that_does_not_print_hosts_is_named_once_and_tried_again(said, 
     monkeypatch.setenv("RING_START_TIMEOUT", "0.15")
     if script == "sleep 60":
         monkeypatch.setattr(discovery, "_LIMIT", 0.01)
-    with pytest.raises(LaunchError, match="listed 0 slots within 0.15 s, of 1 that are needed: set RING_"):
+    with pytest.raises(
+        LaunchError, match=r"listed 0 slots within 0.15 s,( and still runs,)? of 1 that are needed: set RING_"
+    ):
         first_hosts(script, 1, said.append)
     assert len(said) == 1 and why in said[0] and len(said[0]) < 700
 

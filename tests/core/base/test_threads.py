@@ -144,6 +144,7 @@ DEATH_TESTS = {
     ("launcher/function.py", "'ring:driver'"): "test_a_rank_whose_driver_thread_dies_ends",
     ("torch/join.py", "'ring:join'"): "test_an_error_in_the_passes_of_one_averager_is_raised_where_the_block_ends",
     ("horovod/torch/__init__.py", "'ring:hvd.join'"): "test_an_error_while_optimizers_take_part_is_raised_in_join",
+    ("horovod/tensorflow/joined.py", "'ring:hvd.join'"): "test_an_error_while_optimizers_take_part_is_raised_there",
     ("horovod/named.py", "'ring:named operations'"): "test_operations_whose_group_cannot_be_made_raise_why",
 }
 

@@ -110,3 +110,17 @@ def test_an_error_while_this_rank_takes_part_is_raised_in_join():
     waited = Future()
     joined._follow(SimpleNamespace(take_part=lambda: next(answers)), waited)
     assert isinstance(waited.exception(), StopIteration)
+
+
+def test_an_error_while_optimizers_take_part_is_raised_there(monkeypatch):
+    joined = pytest.importorskip("ring_plugins.horovod.tensorflow.joined", reason="TensorFlow is not installed")
+
+    def take_part():
+        raise ValueError("no step")
+
+    exchange = SimpleNamespace(host_buckets=SimpleNamespace(take_part=take_part), communicator=None)
+    monkeypatch.setattr(joined, "_in_use", lambda: [(exchange, [])])
+    monkeypatch.setattr(joined.host, "follow_names", lambda: None)
+    monkeypatch.setattr(joined.basics, "join", lambda device: 0)
+    with pytest.raises(ValueError, match="no step"):
+        joined.join()
