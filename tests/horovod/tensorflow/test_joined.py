@@ -118,7 +118,8 @@ def test_an_error_while_optimizers_take_part_is_raised_there(monkeypatch):
     def take_part():
         raise ValueError("no step")
 
-    exchange = SimpleNamespace(host_buckets=SimpleNamespace(take_part=take_part), communicator=None)
+    members = SimpleNamespace(all_gather_object=lambda steps, what: [steps], ranks=(0,))
+    exchange = SimpleNamespace(host_buckets=SimpleNamespace(take_part=take_part), communicator=members)
     monkeypatch.setattr(joined, "_in_use", lambda: [(exchange, [])])
     monkeypatch.setattr(joined.host, "follow_names", lambda: None)
     monkeypatch.setattr(joined.basics, "join", lambda device: 0)
