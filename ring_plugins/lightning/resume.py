@@ -259,6 +259,12 @@ class MidEpoch:
 
 
 def _keeps_state(loader: Any) -> bool:
-    """Whether the loader itself knows where it is, and nobody else does: Lightning restores it."""
-    keeps = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return keeps and division_of(loader) is None
+    """Whether the loader itself says where it is, and Lightning restores it.
+
+    Of torchdata's loader this is left out where its order can be known, which goes on with any number of ranks. A class
+    of the script's may skip batches by itself, so that its order is never moved, too.
+    """
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    is_torchdatas = str(getattr(loader.load_state_dict, "__module__", "")).startswith("torchdata.")
+    return not is_torchdatas or division_of(loader) is None
