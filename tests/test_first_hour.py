@@ -331,7 +331,7 @@ def test_a_script_from_standard_input_is_told_to_be_a_file(start, script):
     assert status == 1 and "this one came from standard input" in err and "mpirun" not in err
 
 
-@pytest.mark.parametrize("launcher", ["spawned", "mpirun"])
+@pytest.mark.parametrize("launcher", ["spawned", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_an_impossible_timeline_directory_is_named(start, launcher, tmp_path):
     (tmp_path / "file").touch()
     script = """

@@ -60,6 +60,7 @@ report("loaded", [hash(value.tobytes()) for value in loaded.get_weights()])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "backend"),
     [

@@ -41,6 +41,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [[], *(pytest.param(each, marks=pytest.mark.slow) for each in DEATHS)], ids=str)
 def test_a_host_that_was_not_in_the_job_joins_it_whoever_dies_meanwhile(cluster, deaths):
     compares = "--no-check" if deaths else "--check"  # of the versions on host3, too

@@ -145,6 +145,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [pytest.param(one, marks=[] if one == "jax" else pytest.mark.slow) for one in BACKENDS]
 )

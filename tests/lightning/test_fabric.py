@@ -69,6 +69,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_ranks_skip_a_step_that_one_cannot_compute(size: int) -> None:
     result = run_ranks(SKIPS, size)

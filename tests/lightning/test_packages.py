@@ -73,6 +73,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", [pytest.param(when, marks=[pytest.mark.slow] * (when != "one after the other")) for when in IMPORTS]
 )

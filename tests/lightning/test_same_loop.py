@@ -72,6 +72,7 @@ report("mean", float(trainer.callback_metrics["mean"]))
 """
 
 
+@pytest.mark.slow
 def test_metrics_that_rank_0_reads_alone_are_those_of_all_ranks():
     """By the default progress bar, while another number is computed from all ranks in the module's own hook."""
     result = run_ranks(SCRIPT, 2, env={"TEST_CASE": "even"}, timeout=90)

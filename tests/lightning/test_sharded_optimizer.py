@@ -85,6 +85,7 @@ report("saved", len(torch.load(path)["optimizer"]["state"]))
 """
 
 
+@pytest.mark.slow
 def test_trainer():
     result = run_ranks(PREPARE + TRAINER, 2, timeout=200)
     assert sum(result.values("share")) == pytest.approx(1.0) and max(result.values("share")) < 0.65

@@ -129,6 +129,7 @@ def test_weights_are_compared_before_checkpoints_and_when_training_ends(saves, w
         )
 
 
+@pytest.mark.slow
 def test_one_bit_on_one_rank_in_a_torch_loop():
     result = run_ranks(TORCH, 3, timeout=120)
     assert result.values("step") == [7, 7, 7]

@@ -82,6 +82,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_inside_backward() -> None:
     result = run_ranks(FAILING, 2, timeout=30, check=False)
     assert result.returncode != 0

@@ -78,6 +78,7 @@ def test_a_rank_that_gathers_the_state_alone_is_told_that_all_must():
     assert "state_dict() of a sharded optimizer, which all ranks have to call" in result.output
 
 
+@pytest.mark.slow
 def test_weights_tied_by_their_data_after_the_first_step_are_rejected():
     script = """
     import os
