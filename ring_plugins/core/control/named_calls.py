@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ring_plugins.core.base.errors import ArgumentError, RingError, is_rejection
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, RingError, is_rejection
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.control.channel import Body, Channel
 from ring_plugins.core.control.failure_detector import IN_ONE, OF_NAMES, FailureDetector
@@ -107,12 +107,16 @@ class NamedCalls:
     def withdraw(self, ranks: Sequence[int], name: str) -> bool:
         """Take back a call, so that no later call of others matches it; returns False if all have called meanwhile.
 
-        Raises:
-            PeerLeft: rank 0 cannot be reached.
+        If a rank is gone, the job is over, so that no later call matches either.
         """
         key = tuple(ranks), name
         self._channel.tell(0, "calls", {"ranks": list(ranks), "name": name, "call": None})
-        self.wait(lambda: key not in self._own, lambda: (0,), ranks, "", f"the withdrawal of {name!r}")
+        try:
+            self.wait(lambda: key not in self._own, lambda: (0,), ranks, "", f"the withdrawal of {name!r}")
+        except PeerFailed:  # the caller has an error of its own to raise
+            with self._lock:
+                if self._own.pop(key, None) is not None:
+                    return True
         with self._lock:
             is_withdrawn = key in self._withdrawn
             self._withdrawn.discard(key)
@@ -227,16 +231,17 @@ class NamedCalls:
         match = Match(tuple(body["ranks"]), str(body["name"]), list(body["calls"]))
         if not match.calls:
             with self._lock:
-                self._withdrawn.add((match.ranks, match.name))
-                del self._own[match.ranks, match.name]
+                if self._own.pop((match.ranks, match.name), None) is not None:
+                    self._withdrawn.add((match.ranks, match.name))
             return
         own = match.calls[match.ranks.index(self._channel.rank)]
         if own is None:
             self.on_joined_match(match)
         elif REFUSED not in own:
             with self._lock:
-                matched, _ = self._own.pop((match.ranks, match.name))
-            matched(match)
+                called = self._own.pop((match.ranks, match.name), None)
+            if called is not None:  # otherwise withdrawn, as a rank was gone
+                called[0](match)
 
     def _note_all_joined(self, sender: int, body: Body) -> None:
         self._in_join.pop(tuple(body["ranks"]), None)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_plugins.core.base.errors import ArgumentError, PeerLeft
+from ring_plugins.core.base.errors import ArgumentError, PeerFailed, PeerLeft
 from ring_plugins.core.base.threads import until
 from ring_plugins.core.control import meetings
 from ring_plugins.core.control.failure_detector import OF_NAMES
@@ -82,6 +82,24 @@ def test_a_call_that_is_withdrawn_matches_no_later_one_and_one_that_all_have_mad
     channels.begin(0, "a", (0, 1), "new")
     assert channels.matched == [[("a", ["new", "new"])]] * 2
     assert not channels.calls[0].withdraw((0, 1), "a")
+
+
+@pytest.mark.parametrize("error", [PeerLeft, PeerFailed])
+def test_a_call_is_withdrawn_although_rank_0_is_gone_and_a_late_answer_harms_nothing(error):
+    def check(*_):
+        raise error("rank 0 is gone", 0)
+
+    told, matched, handlers = [], [], {}
+    alive = SimpleNamespace(check=check, mesh=None, aborted=True, deadlocks={})
+    channel = SimpleNamespace(rank=1, reaches=lambda rank: True, is_abandoned=False)
+    channel.on = lambda kind, handler, at_once: handlers.update({kind: handler})
+    channel.tell = lambda rank, kind, body: told.append(body["call"])
+    calls = NamedCalls(channel, alive)
+    calls.begin((0, 1), "a", {"shape": []}, matched.append)
+    assert calls.withdraw((0, 1), "a") and told == [{"shape": []}, None]
+    for late in ([], [{}, {}]):
+        handlers["all have called"](0, {"ranks": [0, 1], "name": "a", "calls": late})
+    assert not matched and not calls._withdrawn
 
 
 def test_others_that_wait_for_a_call_find_out_that_it_has_been_made():
