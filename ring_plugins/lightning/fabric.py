@@ -164,6 +164,8 @@ class RingFabricLogic(RingParallelLogic):
                         fabric.backward(loss(model, fabric.to_device(batch)))
                     optimizer.step()
 
+        Called in each epoch instead, it goes on with the next one.
+
         Args:
             loader: Of the whole job's samples: ``setup_dataloaders`` would divide them.
             modules: What ``fabric.setup`` returned: all whose gradients a step computes.

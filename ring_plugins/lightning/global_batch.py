@@ -75,6 +75,8 @@ def check_global_batch(arguments: Mapping[str, Any]) -> None:
 class StepLoader:
     """What a Trainer has in place of a loader: this rank's first batch of each step.
 
+    Other attributes, such as `num_workers`, are those of the script's loader.
+
     Args:
         owner: makes the steps.
         plan: of the script's loader.
@@ -92,6 +94,12 @@ class StepLoader:
         self._owner, self.plan = owner, plan
         self.dataset, self.batch_size = plan.loader.dataset, plan.batch_size
         self._epoch = self._begin = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # Not where that loader is: this one knows it by samples (`position`).
+        if name.startswith("_") or name in ("plan", "first", "step", "state_dict", "load_state_dict"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.plan.loader, name)
 
     @property
     def sampler(self) -> StepLoader:

@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
@@ -44,6 +45,9 @@ from ring_plugins.torch.gradients import GradientAverager
 from ring_plugins.torch.step_plan import Pass, StepPlan
 
 T = TypeVar("T")
+
+#: By a model's first parameter, the last plan of `GlobalBatches`.
+_plans = WeakTensorKeyDictionary()
 
 _NO_SYNC_BATCH_NORM = (
     "SyncBatchNorm needs all ranks in each forward, and the passes of a step of GlobalBatches are divided among the "
@@ -74,6 +78,9 @@ class GlobalBatches(Generic[T]):
     number, so that dropout, and what the loader draws without workers, are the same wherever it is computed. So it is
     behind the inner loop.
 
+    Made anew for the same parameters and dataset, as in each epoch of a loop, it goes on where the last one was: with
+    the next epoch.
+
     It has a `state_dict`, by which `TrainingState` and checkpoints go on with the next step, on any number of ranks.
     Save it behind `optimizer.step()`.
 
@@ -100,8 +107,20 @@ class GlobalBatches(Generic[T]):
             if not averagers:
                 raise ArgumentError("GlobalBatches needs the DistributedOptimizers or GradientAveragers of the loop.")
             self._plan = StepPlan(loader, global_batch_size, seed, "GlobalBatches")
+        self._go_on(averagers)
         self._steps = Steps(self._plan, averagers, exact)
         self._is_loaded = False
+
+    def _go_on(self, averagers: Sequence[GradientAverager]) -> None:
+        parameter = next((parameter for one in averagers for _, parameter in one.named_parameters), None)
+        if parameter is None:
+            return
+        earlier, _plans[parameter] = _plans.get(parameter), self._plan  # type: ignore[no-untyped-call]
+        if earlier is not None and earlier.loader.dataset is self._plan.loader.dataset:
+            self._plan.begin_at(earlier.epoch, earlier.samples)
+            for averager in averagers:
+                if earlier.place in (checks := averager.checks.list):
+                    checks.remove(earlier.place)
 
     def __len__(self) -> int:
         """Steps of an epoch."""

@@ -22,6 +22,7 @@ def test_same_weights_as_ddp(package: str) -> None:
             "place": [rank, 0, 2],
             "mean_of_integers": 0.5,
             "sum": [1.0],
+            "unequal": [[0], [1, 1]],
             "gathered": [[0], [1]],
             "broadcast": "from 1",
         }
@@ -273,12 +274,15 @@ network = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), 0.1))
 data = TensorDataset(torch.randn(30, 4))
 loader = DataLoader(data, 4, shuffle=True)
-steps = fabric.strategy.global_batches(loader, model, global_batch_size=12, exact=True)
+seen = []
 for epoch in range(2):
-    for step in steps:
+    seen.append([])
+    for step in fabric.strategy.global_batches(loader, model, global_batch_size=12, exact=True):
         for (x,) in step:
+            seen[-1] += x[:, 0].tolist()
             fabric.backward(model(x).square().mean())
         optimizer.step()
+report("epochs", seen)
 report("weights", torch.cat([one.detach().flatten() for one in network.parameters()]))
 if size > 1:
     for given in (fabric.setup_dataloaders(loader), loader):
@@ -294,5 +298,7 @@ def test_steps_of_a_global_batch_train_to_the_same_bits_on_any_number_of_ranks()
     results = [run_ranks(STEADY, size, timeout=120) for size in (1, 2, 3)]
     weights = [found for result in results for found in result.values("weights")]
     assert len(weights) == 6 and all(found == weights[0] for found in weights)
+    first, second = results[0].values("epochs")[0]
+    assert first != second and sorted(first) == sorted(second)
     assert all("has a DistributedSampler, which divides" in text for text in results[1].values("_FabricDataLoader"))
     assert all("is no multiple of the loader's batch_size=4" in text for text in results[1].values("DataLoader"))

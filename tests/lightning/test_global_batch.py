@@ -58,6 +58,8 @@ def fit(model, loader, ckpt_path=None, options=None, **arguments):
 def test_on_one_rank_a_step_is_one_batch_to_lightning_and_is_that_of_the_whole_batch(exact):
     model, expected = Model(), Model()
     trainer = fit(model, DataLoader(data(), 4), global_batch_size=8, exact=exact)
+    loader = trainer.train_dataloader
+    assert loader.num_workers == 0 and loader.drop_last is False and not hasattr(loader, "state_dict")
     assert trainer.global_step == 6 and trainer.num_training_batches == 3 and trainer.current_epoch == 2
     assert sorted(model.sizes) == [2, 2, *[4] * 10] and model.clears == 6
     (x,), losses = data()[:], []

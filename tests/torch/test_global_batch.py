@@ -70,6 +70,26 @@ def test_a_state_of_an_epochs_last_step_goes_on_with_none_of_it_and_with_its_own
     assert batches == seen[2][:2] and [batch.tolist() for step in steps for batch in step] == seen[0][2:]
 
 
+def test_one_that_is_made_in_each_epoch_goes_on_with_the_next(job):
+    """Else each epoch had the order of the first."""
+    data = range(16)
+
+    def steps_of(model, size=4):
+        return GlobalBatches(DataLoader(data, 2, shuffle=True), model, global_batch_size=size)
+
+    def seen(steps):
+        return [batch.tolist() for step in steps for batch in step]
+
+    models = [DistributedOptimizer(torch.optim.SGD(Model().parameters())) for _ in range(2)]
+    kept = steps_of(models[0])
+    expected = [seen(kept) for _ in range(3)]
+    assert [seen(steps_of(models[1])) for _ in range(2)] == expected[:2] and expected[0] != expected[1]
+    for step in steps_of(models[1]):
+        assert [batch.tolist() for batch in step] == expected[2][:2]
+        break
+    assert seen(steps_of(models[1], 2)) == expected[2][2:], "behind a step that ended the loop"
+
+
 def test_a_batch_that_does_not_need_all_parameters_clears_no_gradients(job):
     models = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     optimizer = DistributedOptimizer(torch.optim.SGD(models.parameters(), 0.1))
