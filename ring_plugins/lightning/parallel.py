@@ -194,8 +194,11 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
 
     @override
     @purpose("strategy.all_gather")
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all ranks along a new first dimension; at world size 1 return `tensor` itself."""
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Stack the tensors of all ranks along a new first dimension; at world size 1 return `tensor` itself.
+
+        If their sizes differ, it is a list of them, in rank order, each with its own size.
+        """
         if self.world_size == 1:
             return tensor
         if self._is_alone:

@@ -177,18 +177,21 @@ def _op_of(reduce_op: Any) -> Op:
     return op
 
 
-def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-    """Stack every rank's `tensor` along a new first dimension.
+def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor | list[Tensor]:
+    """Every rank's `tensor`, stacked along a new first dimension; a list of them, in rank order, if sizes differ.
 
     Args:
-        tensor: Same shape and dtype on every rank.
+        tensor: Same dtype and number of dimensions on every rank; in a group of torch.distributed that the script has
+            made, same shape.
         group: Of ring_plugins or torch.distributed; all ranks by default.
         sync_grads: Whether the result can be differentiated back to every rank's `tensor`.
 
     Raises:
         NotInitialized: If the strategy has not set up its processes yet.
-        MismatchError: If shapes or dtypes differ.
+        MismatchError: If dtypes or numbers of dimensions differ.
     """
+    if group is not None and _initialized_over and dist.is_initialized() and group is dist.group.WORLD:
+        group = _initialized_over[0] if isinstance(_initialized_over[0], Group) else None  # Lightning's default
     if is_initialized() and current().recovers and (sync_grads or group is not None):
         current().refuse_to_recover("all_gather with sync_grads=True or a group")
     if not is_initialized():
@@ -202,10 +205,9 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
         try:
             return torch.as_tensor(gather(row.unsqueeze(0), group=group), device=tensor.device)
         except MismatchError as error:
-            raise MismatchError(
-                f"{error} This all_gather stacks tensors of one shape. ring_plugins.all_gather(x) concatenates the "
-                "ranks' rows, however many each has."
-            ) from None
+            if not error.is_known:
+                raise
+            return _gathered_of_other_sizes(tensor, group, sync_grads, error)
     from torch.distributed.nn.functional import all_gather as differentiable_all_gather
 
     tensor = tensor.contiguous()
@@ -214,6 +216,22 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor.detach(), group=group)
     return torch.stack(gathered)
+
+
+def _gathered_of_other_sizes(tensor: Tensor, group: Any, sync_grads: bool, error: MismatchError) -> list[Tensor]:
+    # Through the CPU: what is pickled on a GPU lands on the GPU of that number, which is another rank's.
+    own = (tensor.shape, tensor.dtype) if sync_grads else tensor.detach().cpu()
+    told: list[Any] = ring.all_gather_object(own, group=group)
+    kinds = {(len(one[0]), one[1]) if sync_grads else (one.dim(), one.dtype) for one in told}
+    if len(kinds) > 1:
+        raise MismatchError(
+            f"{error} This all_gather stacks tensors of one shape, and makes a list of those that differ in their "
+            "sizes, but not in their dtype or number of dimensions."
+        )
+    if not sync_grads:
+        return [one.to(tensor.device) for one in told]
+    parts = torch.split(differentiable.all_gather(tensor.flatten(), group=group), [one.numel() for one, _ in told])
+    return [part.view(shape) for part, (shape, _) in zip(parts, told, strict=True)]
 
 
 def broadcast_object(item: T, src: int, group: Group | None = None) -> T:

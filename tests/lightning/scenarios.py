@@ -557,6 +557,17 @@ def strategy_collectives(run: Run) -> Outcome:
             gathered = self.all_gather({"rank": torch.tensor([rank])})["rank"]
             outcome["gathered"] = gathered.tolist()
             outcome["gathered.expected"] = [rank] if size == 1 else [[other] for other in range(size)]
+            own = torch.full((2, rank + 1), float(rank), requires_grad=True)
+            parts = self.all_gather(own, sync_grads=True) if size > 1 else [own]
+            outcome["unequal"] = [part.tolist() for part in parts]
+            outcome["unequal.expected"] = [[[float(other)] * (other + 1)] * 2 for other in range(size)]
+            sum((1 + number) * part.sum() for number, part in enumerate(parts)).backward()
+            assert own.grad is not None
+            outcome["gradients"] = [(own.grad / (1 + rank)).min().item(), (own.grad / (1 + rank)).max().item()]
+            outcome["gradients.expected"] = [float(size)] * 2
+            lists = self.all_gather(list(own.detach()[:1])) if size > 1 else [[own[0]]]
+            outcome["collection"] = [part.tolist() for part in lists[0]]
+            outcome["collection.expected"] = [[float(other)] * (other + 1) for other in range(size)]
             strategy.barrier("here")
 
     trainer = run.trainer(max_epochs=1, limit_train_batches=1)

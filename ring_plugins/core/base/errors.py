@@ -33,7 +33,13 @@ class SharedMemoryError(RingError):
 
 
 class MismatchError(RingError):
-    """Ranks called different operations, or the same operation with different sizes or types."""
+    """Ranks called different operations, or the same operation with different sizes or types.
+
+    Attributes:
+        is_known: whether all ranks know it of all, and may go on.
+    """
+
+    is_known = False
 
 
 class PeerFailed(RingError):

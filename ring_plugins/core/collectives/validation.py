@@ -154,7 +154,9 @@ def exchange_rows(
             f"rank {rank}: ({', '.join(map(str, ('*', *item[1])))}) {item[2]}"
             for rank, item in zip(communicator.ranks, gathered, strict=True)
         )
-        raise MismatchError(
+        error = MismatchError(
             f"x of {collective} must have equal trailing dimensions and dtype on all ranks, but {shapes}."
         )
+        error.is_known = True
+        raise error
     return [item[0] for item in gathered]
