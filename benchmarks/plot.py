@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,24 +263,13 @@ def time_to_loss() -> None:
     save(figure, "time_to_loss", record["machine"])
 
 
-def stall_report() -> None:
-    colors = {"missing": "#f2a541", "likely": "#7bd389"}
-    terminal("stall_report", lambda line: colors.get(line.strip().partition(":")[0]))
-
-
 def survive() -> None:
-    """What `python examples/survive.py` prints."""
-    terminal("survive", lambda line: "#f2a541" if "died;" in line else "#7bd389" if "validation" in line else None)
-
-
-def terminal(name: str, color_of: Callable[[str], str | None]) -> None:
-    """The kept text of this name as a terminal shows it; a line that goes on keeps its color."""
-    kept = (RESULTS / f"{name}.txt").read_text().rstrip().splitlines()
-    indents = [" " * (len(line) - len(line.lstrip()) + 4) for line in kept]
-    wrapped = [textwrap.wrap(line, 92, subsequent_indent=indent) for line, indent in zip(kept, indents, strict=True)]
-    lines = [part for parts in wrapped for part in parts]
-    colors = [color_of(line) or "#d8dee9" for line, parts in zip(kept, wrapped, strict=True) for _ in parts]
-    wide, high = 0.083 * max(map(len, lines)) + 0.4, 0.22 * len(lines) + 0.5
+    """What `python examples/survive.py` prints, as a terminal shows it, in lines that a phone shows as a whole."""
+    kept = (RESULTS / "survive.txt").read_text().rstrip().splitlines()
+    colors = ["#f2a541" if "died;" in line else "#7bd389" if "validation" in line else "#d8dee9" for line in kept]
+    wrapped = [textwrap.wrap(line, 62, subsequent_indent="    ") for line in kept]
+    lines = [(part, color) for parts, color in zip(wrapped, colors, strict=True) for part in parts]
+    wide, high = 0.083 * max(len(line) for line, _ in lines) + 0.4, 0.22 * len(lines) + 0.5
     figure = plt.figure(figsize=(wide, high))
     margin, frame = 0.1 / high, "round,pad=0,rounding_size=0.012"  # the same space above and below any number of lines
     figure.add_artist(
@@ -289,11 +277,11 @@ def terminal(name: str, color_of: Callable[[str], str | None]) -> None:
             (0.012, margin), 0.976, 1 - 2 * margin, frame, facecolor="#1e2530", edgecolor=INK
         )
     )
-    for i, (line, color) in enumerate(zip(lines, colors, strict=True)):
+    for i, (line, color) in enumerate(lines):
         figure.text(
             0.2 / wide, 1 - (0.36 + 0.22 * i) / high, line, family="monospace", fontsize=9.8, color=color, va="center"
         )
-    save(figure, name)
+    save(figure, "survive")
 
 
 if __name__ == "__main__":
@@ -310,7 +298,6 @@ if __name__ == "__main__":
         timeline,
         kills,
         time_to_loss,
-        stall_report,
         survive,
     ):
         draw()

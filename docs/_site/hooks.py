@@ -99,7 +99,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     fences = re.split(r"(^```.*?^```$)", MARKER.sub("\n", markdown), flags=re.MULTILINE | re.DOTALL)
     text = "".join(part if part.startswith("```") else LINK.sub(resolve, part) for part in fences)
     # Messages are single long lines, which site.css wraps; pygments knows no language "log".
-    return re.sub(r"^( *```)log$", r"\1{.text .log}", text, flags=re.MULTILINE)
+    text = re.sub(r"^( *```)log$", r"\1{.text .log}", text, flags=re.MULTILINE)
+    if source.startswith("api/"):  # where "text" is a signature
+        text = re.sub(r"^```text$", "```{.text .signature}", text, flags=re.MULTILINE)
+    return text
 
 
 def on_page_content(html: str, **_: Any) -> str:
