@@ -12,50 +12,48 @@ It is injected as the loaded libraries, below the declared C functions, so that 
 - A CUDA graph that captured a communicator's operations refers to it until the graph is destroyed. Until then
   finalizing never ends, and destroying or aborting blocks the calling thread, after it has ended the kernels.
 
-A host communicator, whose members meet through files, reduces the data.
+Ranks are threads of one process, so NCCL can read the others' memory; where they meet is a host communicator.
 """
 
 # ruff: noqa: N802  # the functions have the names of the libraries' functions
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
-import pickle
 import queue
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 
-from ring_plugins.core import world
-from ring_plugins.core.arrays.memory import HostMemory
-from ring_plugins.core.base.errors import RingError
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.collectives.host import HostCommunicator
 from ring_plugins.core.collectives.single import SingleCommunicator
 from ring_plugins.core.control.wait import Wait
 from ring_plugins.core.gpu import cuda, nccl
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gpu.executor import DeviceExecutor
+from tests.core.collectives.thread_ranks import on_thread_ranks
 
 CALLERS_STREAM = 1
-SUCCESS, UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INVALID_ARGUMENT, IN_PROGRESS = 0, 1, 2, 4, 7
+SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, IN_PROGRESS = 0, 2, 4, 7
 NOT_READY = 600
+COLLECTED = {"ncclAllReduce": "all_reduce", "ncclBroadcast": "broadcast", "ncclReduce": "reduce", "ncclSend": "send"}
+COLLECTED |= {"ncclAllGather": "all_gather", "ncclReduceScatter": "reduce_scatter", "ncclRecv": "receive"}
 DTYPES = {kind: name for name, (kind, width) in nccl.TYPES.items() if width == 1 and name != "bool"}
-OPERATIONS = {number: op for op, number in nccl.REDUCTIONS.items()}
 
 
 class CFunctions:
     """Methods of a class as C functions, converted by ctypes as a real library's would be."""
 
-    def __init__(self, declared, texts=()):
+    def __init__(self, declared):
         for name, arguments in declared.items():
             if method := getattr(self, f"_{name}", None):
                 prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
                 setattr(self, name, prototype(self._safely(method)))
-        for name in texts:
-            setattr(self, name, Text(getattr(self, f"_{name}")))
 
     @staticmethod
     def _safely(method):
@@ -69,16 +67,6 @@ class CFunctions:
                 return 3
 
         return function
-
-
-class Text:
-    """A function that returns a C string."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, argument):
-        return self.function(argument)
 
 
 class Stream(threading.Thread):
@@ -115,8 +103,7 @@ class StandInDriver(CFunctions):
         self.card, self.devices = card, devices
         self.uuid = b"0123456789abcdef"  # of the card, or of a slice of it
         self.capturing = False
-        self.waits_at_once = True  # False: the caller's stream waits only in `synchronize`, as a script in `.item()`
-        self.awaited = []
+        self.waits_at_once = True  # False: the script never asks for a result
         self.streams, self.events, self.created_events = {}, {}, 0
         self.timed = set()  # events that note the time
         self.numbers = itertools.count(10)
@@ -207,15 +194,10 @@ class StandInDriver(CFunctions):
     def _cuStreamWaitEvent(self, stream, event, flags):
         happened = self.events[event]
         if stream == CALLERS_STREAM:
-            self.awaited.append(happened)
             if self.waits_at_once:
-                self.synchronize()
+                happened.wait()
         else:
             self.streams[stream].work.put(happened.wait)
-
-    def synchronize(self):
-        while self.awaited:
-            self.awaited.pop().wait()
 
     def _cuEventQuery(self, event):
         assert not self.events[event].is_captured, "an event that belongs to a graph was asked about"
@@ -240,7 +222,7 @@ class StandInNccl(CFunctions):
     """
     Args:
         cuda: whose streams it works on.
-        version: as NCCL numbers itself.
+        host: where its ranks meet.
         polls: how often `ncclCommGetAsyncError` says "in progress" after each group; 0 if groups are done at once.
         blocks: whether a communicator may block; else it is as with NCCL_COMM_BLOCKING=0.
         held: what a blocking one waits for in each call.
@@ -249,19 +231,20 @@ class StandInNccl(CFunctions):
         group_seconds: if not 0, a thread takes so long for each group, however often it is asked.
     """
 
-    def __init__(self, cuda, version=23203, polls=3, blocks=False, held=None):
-        super().__init__(nccl.FUNCTIONS, ["ncclGetErrorString", "ncclGetLastError"])
-        self.blocks, self.held = blocks, held
-        polls = 0 if blocks else polls
-        self.cuda, self.version, self.polls = cuda, version, polls
-        self.connects = True  # False: the connection is never made
+    def __init__(self, cuda, host, polls=3, blocks=False, held=None):
+        for function, name in COLLECTED.items():
+            setattr(self, f"_{function}", functools.partial(self._collect, name))
+        super().__init__(nccl.FUNCTIONS)
+        self.ncclGetErrorString = lambda status: f"stand-in status {status}".encode()
+        self.ncclGetLastError = lambda communicator: b"what the stand-in says"
+        self.cuda, self.host, self.blocks, self.held = cuda, host, blocks, held
+        self.polls = 0 if blocks else polls
         self.delay = 0.0  # of each kernel
         self.group_seconds = 0.0
         self.asked = 0  # how often `ncclCommGetAsyncError` was called
         self.async_error = 0
         self.communicators = {}
         self.reductions = []  # numbers of operations, by call
-        self.current_devices = []  # that threads have chosen
         self.aborts_end = True  # False: `ncclCommAbort` ends kernels and then deadlocks, as in NCCL 2.25.1
         self.numbers = itertools.count(1000)
         self.group = threading.local()
@@ -269,19 +252,12 @@ class StandInNccl(CFunctions):
         self.allocated = {}  # pointer -> bytes
         self.registered = {}  # handle -> pointer
         self.has_windows = True  # False: these GPUs have no symmetric windows
-        self.out_of_memory = False
-
-    def _ncclGetErrorString(self, status):
-        return f"stand-in status {status}".encode()
-
-    def _ncclGetLastError(self, communicator):
-        return b"what the stand-in says"
 
     def _ncclGetVersion(self, version):
-        version[0] = self.version
+        version[0] = 23203
 
     def _ncclGetUniqueId(self, identity):
-        ctypes.memmove(identity, os.urandom(128), 128)
+        pass
 
     def _ncclCommInitRankConfig(self, communicator, size, identity, rank, config):
         self.cuda.in_context()
@@ -289,10 +265,8 @@ class StandInNccl(CFunctions):
         assert (config[0].magic, config[0].version) == (0xCAFEBEEF, 21400)
         self.block()
         handle = next(self.numbers)
-        made = self.communicators[handle] = Communicator(self, bytes(identity), rank, size)
+        made = self.communicators[handle] = Communicator(self, rank, size)
         made.begin(lambda: None)
-        if self.connects:
-            threading.Thread(target=made.connect, daemon=True).start()
         communicator[0] = handle
         return SUCCESS if self.blocks else IN_PROGRESS
 
@@ -332,11 +306,6 @@ class StandInNccl(CFunctions):
         destroyed.abort()
         destroyed.wait_for_graphs()
 
-    def destroy_graphs(self):
-        """The script drops its CUDA graphs."""
-        for communicator in self.communicators.values():
-            communicator.unreferenced.set()
-
     def _ncclGroupStart(self):
         assert getattr(self.group, "calls", None) is None, "groups are not nested here"
         self.group.calls = []
@@ -368,8 +337,6 @@ class StandInNccl(CFunctions):
 
     def _ncclMemAlloc(self, pointer, nbytes):
         self.cuda.in_context()
-        if self.out_of_memory:
-            return UNHANDLED_CUDA_ERROR
         data = (ctypes.c_char * nbytes)()
         pointer[0] = ctypes.addressof(data)
         self.allocated[pointer[0]] = data
@@ -412,10 +379,8 @@ class StandInNccl(CFunctions):
         address = ctypes.addressof(handle.contents)
 
         def meet():
-            sizes = made.gather(nbytes)
-            if len(set(sizes)) > 1:
-                self.async_error = 3
-            elif self.has_windows:
+            self.host.all_gather_object(nbytes)
+            if self.has_windows:
                 self._register("window", communicator, pointer, ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p)))
             made.is_meeting = False
 
@@ -424,43 +389,22 @@ class StandInNccl(CFunctions):
         threading.Thread(target=meet, daemon=True).start()
         return IN_PROGRESS
 
-    def _collect(self, communicator, stream, *call):
+    def _collect(self, name, *arguments):
         if self.group.calls is None:
             return INVALID_ARGUMENT
-        self.group.calls.append((communicator, stream, *call))
+        *call, communicator, stream = arguments
+        if name in ("send", "receive"):
+            call.insert(name == "send", None)  # for the other buffer
+        self.group.calls.append((communicator, stream, name, *call))
         return SUCCESS
-
-    def _ncclAllReduce(self, send, receive, count, kind, op, communicator, stream):
-        return self._collect(communicator, stream, "all_reduce", send, receive, count, kind, op)
-
-    def _ncclBroadcast(self, send, receive, count, kind, root, communicator, stream):
-        return self._collect(communicator, stream, "broadcast", send, receive, count, kind, root)
-
-    def _ncclReduce(self, send, receive, count, kind, op, root, communicator, stream):
-        return self._collect(communicator, stream, "reduce", send, receive, count, kind, op, root)
-
-    def _ncclAllGather(self, send, receive, count, kind, communicator, stream):
-        return self._collect(communicator, stream, "all_gather", send, receive, count, kind)
-
-    def _ncclReduceScatter(self, send, receive, count, kind, op, communicator, stream):
-        return self._collect(communicator, stream, "reduce_scatter", send, receive, count, kind, op)
-
-    def _ncclSend(self, send, count, kind, peer, communicator, stream):
-        return self._collect(communicator, stream, "send", send, count, kind, peer)
-
-    def _ncclRecv(self, receive, count, kind, peer, communicator, stream):
-        return self._collect(communicator, stream, "receive", receive, count, kind, peer)
 
 
 class Communicator:
     """The target of an ncclComm_t."""
 
-    def __init__(self, library, identity, rank, size):
-        self.library, self.rank, self.size = library, rank, size
+    def __init__(self, library, rank, size):
+        self.library, self.host, self.rank, self.size = library, library.host, rank, size
         self.aborted = threading.Event()
-        self.directory = Path(tempfile.gettempdir()) / f"nccl-{identity[:8].hex()}"
-        self.gathers = itertools.count()
-        self.host = None
         self.left, self.then = 0, None
         self.finalizing = self.is_meeting = False
         self.unreferenced = threading.Event()  # by graphs
@@ -489,38 +433,12 @@ class Communicator:
     def poll(self):
         if self.library.group_seconds:
             pass
-        elif self.left > 1 or (self.left and self.host is not None):
+        elif self.left:
             self.left -= 1
             if self.left == 0:
                 self.then()
         is_held = self.finalizing and not self.unreferenced.is_set()
         return IN_PROGRESS if self.left or is_held or self.is_meeting else SUCCESS
-
-    def connect(self):
-        if self.size == 1:
-            self.host = SingleCommunicator("stand-in")
-            return
-        ranks = self.gather(world.current().topology.rank)
-        self.host = world.current().new_communicator("stand-in", ranks, self.gather)  # poll looks at it
-
-    def gather(self, payload):
-        if self.size == 1:
-            return [payload]
-        self.directory.mkdir(exist_ok=True)
-        number = next(self.gathers)
-        mine = self.directory / f"{number}.{self.rank}"
-        mine.with_suffix(f".{self.rank}.new").write_bytes(pickle.dumps(payload))
-        mine.with_suffix(f".{self.rank}.new").rename(mine)
-        found = []
-        for rank in range(self.size):
-            theirs = self.directory / f"{number}.{rank}"
-            end = time.monotonic() + 20
-            while not theirs.exists():
-                if time.monotonic() > end or self.aborted.is_set():
-                    raise SystemExit
-                time.sleep(0.002)
-            found.append(pickle.loads(theirs.read_bytes()))
-        return found
 
     def abort(self):
         self.aborted.set()
@@ -531,62 +449,40 @@ class Communicator:
         if self.aborted.is_set():
             return
         time.sleep(self.library.delay)
-        try:
-            swapped = [call for call in collected if call[0] in ("send", "receive")]
-            if swapped:
-                self.swap(swapped)
-            for name, *arguments in collected:
-                if name not in ("send", "receive"):
-                    getattr(self, name)(*arguments)
-        except RingError:
-            self.aborted.wait()
+        every = self.host.all_gather_object(collected)
+        results = [self.result(every, number) for number in range(len(collected))]
+        self.host.all_gather_object("read")
+        for (_, _, receive, _, kind, *_), numbers in zip(collected, results, strict=True):
+            if numbers is not None:
+                memory(receive, numbers.size, kind)[:] = numbers
 
-    def all_reduce(self, send, receive, count, kind, op):
-        target = memory(receive, count, kind)
-        np.copyto(target.array, memory(send, count, kind).array)
-        self.host.all_reduce(target, OPERATIONS[op])
-
-    def broadcast(self, send, receive, count, kind, root):
-        target = memory(receive, count, kind)
-        if root == self.rank and send != receive:
-            np.copyto(target.array, memory(send, count, kind).array)
-        self.host.broadcast(target, root)
-
-    def reduce(self, send, receive, count, kind, op, root):
-        counts = [count if rank == root else 0 for rank in range(self.size)]
-        out = memory(receive, counts[self.rank], kind)
-        self.host.reduce_scatter(memory(send, count, kind), out, counts, OPERATIONS[op])
-
-    def all_gather(self, send, receive, count, kind):
-        out = memory(receive, count * self.size, kind)
-        self.host.all_gather(memory(send, count, kind), out, [count] * self.size)
-
-    def reduce_scatter(self, send, receive, count, kind, op):
-        counts = [count] * self.size
-        full = memory(send, count * self.size, kind)
-        self.host.reduce_scatter(full, memory(receive, count, kind), counts, OPERATIONS[op])
-
-    def swap(self, collected):
-        parts = {(name, peer): memory(pointer, count, kind) for name, pointer, count, kind, peer in collected}
-        nothing = HostMemory(np.empty(0, np.uint8), "uint8")
-        leaving = [parts.get(("send", peer), nothing).array for peer in range(self.size)]
-        arriving = [parts.get(("receive", peer), nothing).array for peer in range(self.size)]
-        out = HostMemory(np.empty(sum(map(len, arriving)), np.uint8), "uint8")
-        send = HostMemory(np.concatenate(leaving), "uint8")
-        self.host.all_to_all(send, [*map(len, leaving)], out, [*map(len, arriving)])
-        start = 0
-        for target in arriving:
-            np.copyto(target, out.array[start : start + len(target)])
-            start += len(target)
+    def result(self, every, number):
+        """What one call of a group writes, of what all ranks called."""
+        name, send, receive, count, kind, *more = every[self.rank][number]
+        is_in_place = self.size == 1 and send == receive  # of memory that a script without waits may have freed
+        if is_in_place or name == "send" or (name == "reduce" and more[1] != self.rank):
+            return None
+        if name == "receive":
+            (sent,) = [call for call in every[more[0]] if (call[0], call[5:]) == ("send", (self.rank,))]
+            return memory(sent[1], count, kind).copy()
+        whole = count * (self.size if name == "reduce_scatter" else 1)
+        sent = [memory(calls[number][1], whole, kind) for calls in every]
+        if name == "all_gather":
+            return np.concatenate(sent)
+        if name == "broadcast":
+            return sent[more[0]].copy()
+        assert DTYPES[kind] != "bfloat16" or self.size == 1 or more[0] in (2, 3), "numpy adds no bfloat16"
+        combined = (np.add, np.multiply, np.maximum, np.minimum, np.add)[more[0]].reduce(sent, dtype=sent[0].dtype)
+        if more[0] == nccl.REDUCTIONS[Op.AVERAGE]:
+            combined = combined / sent[0].dtype.type(self.size)
+        return combined[self.rank * count :][:count] if name == "reduce_scatter" else combined
 
 
 def memory(pointer, count, kind):
-    dtype = DTYPES[kind]
-    storage = np.dtype("uint16" if dtype == "bfloat16" else dtype)
-    if count == 0:
-        return HostMemory(np.empty(0, storage), dtype)
-    data = (ctypes.c_char * (count * storage.itemsize)).from_address(pointer)
-    return HostMemory(np.frombuffer(data, storage), dtype)
+    """The numbers there."""
+    storage = np.dtype("uint16" if DTYPES[kind] == "bfloat16" else DTYPES[kind])
+    data = (ctypes.c_char * (count * storage.itemsize)).from_address(pointer) if count else b""
+    return np.frombuffer(data, storage)
 
 
 class Streams:
@@ -610,10 +506,9 @@ class Streams:
             self.cuda.streams[self.current()].work.put(lambda: tensor.mul_(factor))
 
     def note(self):
-        self.notes = getattr(self, "notes", 0) + 1
+        pass
 
-    def catch_up(self):
-        self.caught_up = getattr(self, "caught_up", 0) + 1
+    catch_up = note
 
     @contextlib.contextmanager
     def using(self, stream):
@@ -634,52 +529,43 @@ class Streams:
             self.now.stream = before
 
 
-def alone(name="alone", **options):
-    """A communicator of one rank without a world, and its NCCL."""
-    driver = StandInDriver()
-    library, streams = StandInNccl(driver, **options), Streams(driver)
-    library.streams = streams
-    executor = DeviceExecutor(
-        name,
-        0,
-        SingleCommunicator(name),
-        streams,
-        Wait(name, None),
-        nccl.Nccl(library, "stand-in"),
-        cuda.Driver(driver),
-        blocks=library.blocks,
-    )
+def alone(name="alone", host=None, data=None, driver=None, streams=None, **options):
+    """A communicator without a world, and its NCCL: of one rank, or among the members of `host`, and then of `data`."""
+    host, data, driver = host or SingleCommunicator(name), data or SingleCommunicator("NCCL"), driver or StandInDriver()
+    library = StandInNccl(driver, data, **options)
+    library.streams = streams = streams or Streams(driver)
+    made, driver = nccl.Nccl(library, "stand-in"), cuda.Driver(driver)
+    executor = DeviceExecutor(name, 0, host, streams, Wait(name, None), made, driver, blocks=library.blocks)
     return DeviceCommunicator(executor), library
 
 
-def install(card=None, version=23203, polls=3):
-    """Make this process load the stand-ins as its CUDA driver and NCCL; by default each rank has a GPU of its own."""
-    if card is None:
-        card = f"0000:{world.current().topology.rank + 1:02x}:00.0" if world.is_initialized() else "0000:01:00.0"
-    driver = StandInDriver(card)
-    library = StandInNccl(driver, version, polls)
-    cuda.open_cuda, nccl.open_nccl = lambda: driver, lambda: (library, "stand-in")
-    cuda.load_driver.cache_clear()
-    nccl.load_nccl.cache_clear()
-    return library, Streams(driver)
+def on_gpus(size, function, streams=None):
+    """As `on_thread_ranks`, and each rank has a GPU: calls `function(rank, its communicator, its NCCL)`.
+
+    With `streams` ranks have one GPU, which takes RING_SHARE_GPU=1.
+    """
+
+    def of_rank(rank, host):
+        data = HostCommunicator("NCCL", rank, "host", 0, host.all_gather_object, None, None)
+        driver = streams.cuda if streams else StandInDriver(f"0000:{rank + 1:02x}:00.0")
+        communicator, library = alone("test", host, data, driver, streams)
+        result = function(rank, communicator, library)
+        communicator.close()
+        data.close()
+        return result
+
+    return on_thread_ranks(size, of_rank)
 
 
-def install_for_torch(**options):
-    """As `install`, and make torch's CPU tensors pass for tensors on that GPU."""
-    library, own = install(**options)
-    pass_for_gpu(library, own)
-    return library, own
-
-
-def pass_for_gpu(library, own, setattr=setattr):  # noqa: A002  # a test passes monkeypatch.setattr
-    """Make torch's CPU tensors pass for tensors on the stand-in's GPU."""
+def pass_for_gpu(own, setattr):  # noqa: A002  # as of monkeypatch
+    """Make torch's CPU tensors pass for tensors on the stand-in's GPU, by monkeypatch.setattr."""
     import torch
 
     from ring_plugins.torch import device
 
     def complete(future, value, communicator):
         def wait():
-            library.cuda.streams[communicator.stream].drain()
+            own.cuda.streams[communicator.stream].drain()
             future.set_result(value)
 
         threading.Thread(target=wait, daemon=True).start()
@@ -700,12 +586,11 @@ def pass_for_gpu(library, own, setattr=setattr):  # noqa: A002  # a test passes 
 
     for name, stand_in in {
         "KIND": "cpu",
-        "own_device": lambda: torch.device("cpu"),
         "TorchStreams": lambda index: own,
         "complete": complete,
         "Moment": Moment,
         "tensor_over": tensor_over,
-        "set_device": library.current_devices.append,
+        "set_device": lambda index: None,
         "future_on_gpu": lambda index: torch.futures.Future(),
     }.items():
         setattr(device, name, stand_in)

@@ -133,8 +133,8 @@ class Placeholder:
         self.strides = (tensor if is_dense(tensor) else torch.empty(self.shape, device="meta")).stride()
 
     def empty(self) -> torch.Tensor:
-        """Uninitialized memory for such a tensor, on this rank's GPU if the original is on the root's."""
-        own = device.own_device() if self.is_on_gpu else None
+        """Uninitialized memory for such a tensor, on this rank's GPU if it is on the root's, else on the CPU."""
+        own = device.own_device() if self.is_on_gpu else "cpu"  # whatever device the script has made the default
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=own)
 
 

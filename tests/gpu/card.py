@@ -1,7 +1,6 @@
 """The setting of every script here: two ranks that share one card, and a file for what they find.
 
-    TEST_RANKS=2 python tests/gpu/equals_ddp.py            # on a card; tests/gpu/run.sh runs all of them
-    TEST_GPU_STAND_IN=1 python tests/gpu/equals_ddp.py     # on the CPU, with stand-ins for the card and NCCL
+    TEST_RANKS=2 python tests/gpu/equals_ddp.py            # tests/gpu/run.sh runs all of them
 
 tests/gpu_rehearsal runs them on simulated cards.
 
@@ -21,7 +20,6 @@ import ring_plugins as ring
 RANKS = int(os.environ.get("TEST_RANKS", "2"))
 ring.init(ranks=RANKS)
 RANK = ring.rank()
-STAND_IN = bool(os.environ.get("TEST_GPU_STAND_IN"))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which makes cuBLAS deterministic
 
 import torch
@@ -31,11 +29,10 @@ from ring_plugins.core.gpu import load_nccl
 from ring_plugins.core.gpu.peers import allow_shared_gpu
 from ring_plugins.torch.rendezvous import store_from_world
 
-CUDA = torch.cuda.is_available() and not STAND_IN
+CUDA = torch.cuda.is_available()
 #: Of tests/gpu_rehearsal, where nothing compiles for a card.
 SIMULATED = CUDA and torch.cuda.get_device_name(0).startswith("Simulated")
 DEVICE = torch.device("cuda", RANK % torch.cuda.device_count()) if CUDA else torch.device("cpu")
-NCCL_STAND_IN = None
 if CUDA:
     if torch.cuda.device_count() < RANKS:
         os.environ["RING_SHARE_GPU"] = "1"
@@ -43,15 +40,10 @@ if CUDA:
     torch.cuda.set_device(DEVICE)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
-elif STAND_IN:
-    from tests.gpu_stand_in import install_for_torch
-
-    NCCL_STAND_IN = install_for_torch()[0]
-    torch.set_num_threads(1)
 
 
 def needs_a_card() -> None:
-    """End a script that the stand-in cannot run."""
+    """End a script that the CPU cannot run."""
     if not CUDA:
         print("not run here: torch sees no CUDA GPU", flush=True)
         raise SystemExit
@@ -67,7 +59,7 @@ def fact(**found: Any) -> None:
     """Print what rank 0 found as a line of JSON, and add it to $OUT/facts.jsonl at once."""
     if RANK != 0:
         return
-    where = "a simulated card" if SIMULATED else "a card" if CUDA else "the stand-in" if STAND_IN else "the CPU"
+    where = "a simulated card" if SIMULATED else "a card" if CUDA else "the CPU"
     line = json.dumps(found | {"on": where})
     print("FACT", line, flush=True)
     if "OUT" in os.environ:

@@ -1,15 +1,12 @@
 """Compiled models end with the weights of the same model run eagerly: as a whole, and layer by layer."""
 
-import os
-
 from ring_plugins.torch import DistributedOptimizer
-from tests.gpu.card import DEVICE, RANK, STAND_IN, fact, flat, needs_a_card, ring, synchronize, torch
+from tests.gpu.card import DEVICE, RANK, SIMULATED, fact, flat, needs_a_card, ring, synchronize, torch
 
-if not STAND_IN:
-    needs_a_card()
+needs_a_card()
 nn = torch.nn
 #: "aot_eager" traces forward and backward as "inductor" does, and needs no compiler.
-BACKEND = os.environ.get("TEST_COMPILER") or "inductor"
+BACKEND = "aot_eager" if SIMULATED else "inductor"
 
 
 def model() -> nn.Sequential:

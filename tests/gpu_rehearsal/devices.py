@@ -1,8 +1,7 @@
 """What a program under rehearsal asks of its simulated GPU."""
 
 import ctypes
-
-import torch
+import os
 
 import ring_plugins as ring
 
@@ -14,8 +13,16 @@ def count(what: str) -> int:
     return int(counted(what.encode()))
 
 
+def load() -> None:
+    """Load what is simulated before TensorFlow or JAX, which have functions of the same names."""
+    for library in ("libcuda.so.1", os.environ["RING_NCCL_LIBRARY"]):
+        ctypes.CDLL(library)
+
+
 def make_default() -> "Launches":
     """Let torch put new tensors on this rank's GPU, for checks that know of no GPUs; returns what it launches."""
+    import torch
+
     device = torch.device("cuda", ring.local_rank())
     torch.cuda.set_device(device)
     torch.set_default_device(device)
@@ -23,7 +30,7 @@ def make_default() -> "Launches":
 
 
 class Launches:
-    """As long as the log of the stand-in's NCCL: one for each kernel of NCCL's."""
+    """As many as NCCL has launched kernels."""
 
     def __len__(self) -> int:
         return count("NCCL kernels")

@@ -44,3 +44,11 @@ def test_collectives_and_registered_memory(variables, rehearse, tmp_path, versio
     assert found.values("version") == [version] * 2 and found.values("memory") == [memory] * 2
     assert found.values("shrinks") == [shrinks] * 2 and found.values("blocks") == [not blocking] * 2
     assert found.values("sum") == [[3.0] * 4] * 2
+
+
+def test_a_window_that_fails_on_one_rank_is_an_error_on_all(rehearse):
+    """A collective call, in which NCCL's thread of the other rank would wait for ever."""
+    fails = {"TEST_FAULTS_OF_LAST": "ncclCommWindowRegister:1:2"}
+    others, own = rehearse("release", variables_too=fails).values("error")
+    assert "ncclCommWindowRegister of NCCL" in own
+    assert "rank 1" in others and "within" not in others

@@ -126,64 +126,6 @@ def test_a_gpu_that_is_not_there_is_rejected_as_lightning_does():
         lightning.pytorch.Trainer(strategy="ring", accelerator="gpu", devices=2)
 
 
-FIT = """
-import ring_plugins
-ring_plugins.init(ranks=2)  # before the imports, which ranks then do at the same time
-import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-from ring_plugins.lightning import RingStrategy
-from tests.gpu_stand_in import install_for_torch
-from tests.worker import report
-
-library = None
-
-
-class Model(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(32)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x):
-        return self.layer(self.norm(x))
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        self.log("loss", loss, sync_dist=True, prog_bar=True)
-        return loss
-
-
-quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
-for where in ("CPU", "GPU"):
-    if where == "GPU":
-        library, _ = install_for_torch()
-    for precision in ("32-true", "bf16-mixed"):
-        seed_everything(3, verbose=False)
-        model = Model()
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy=RingStrategy(), max_epochs=1, limit_train_batches=5,
-            limit_val_batches=2, precision=precision, gradient_clip_val=1.0, **quiet,
-        )
-        trainer.fit(model)
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        report(f"{where} {precision}", weights, trainer.global_rank)
-report("launched", len(library.log), trainer.global_rank)
-"""
-
-
-@pytest.mark.slow
-def test_training_is_the_same_as_on_the_cpu():
-    result = run_ranks(FIT)
-    assert min(result.values("launched")) >= 10  # one a step
-    for precision in ("32-true", "bf16-mixed"):
-        first, second = result.values(f"GPU {precision}")
-        assert first == second
-        on_cpu = result.values(f"CPU {precision}")[0]
-        assert torch.allclose(torch.tensor(first), torch.tensor(on_cpu), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", ["BalanceMonitor", "RingEnvironment", "RingFabricStrategy", "RingStrategy"])
 def test_arguments_that_do_not_exist_are_errors_of_ours(name):
     with pytest.raises(ArgumentError, match=rf"{name}\(\): too many positional arguments. It takes "):

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import gc
-import json
 import logging
 import os
 import re
@@ -24,17 +23,15 @@ from torch import nn
 
 from ring_plugins.torch import DistributedOptimizer, GradientAverager, broadcast_optimizer_state, broadcast_parameters
 from tests.checks import run
-from tests.gpu_stand_in import install_for_torch
 from tests.worker import report
 
 torch.set_num_threads(1)
+ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
 LAUNCHES: Any = []
-if os.environ.get("TEST_GPU_STAND_IN") == "simulated":
+if ON_GPUS:
     from tests.gpu_rehearsal.devices import make_default
 
     LAUNCHES = make_default()
-elif os.environ.get("TEST_GPU_STAND_IN"):
-    LAUNCHES = install_for_torch()[0].log
 RANK, SIZE = ring.rank(), ring.size()
 CHECKS: list[Callable[[], None]] = []
 
@@ -50,7 +47,7 @@ def check_among_several(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_on_gpus(function: Callable[[], None]) -> Callable[[], None]:
-    return check(function) if os.environ.get("TEST_GPU_STAND_IN") else function
+    return check(function) if ON_GPUS else function
 
 
 def shard(x: torch.Tensor) -> torch.Tensor:
@@ -203,10 +200,9 @@ def all_ranks_decide_alike_whether_to_overlap() -> None:
     finally:
         trials.logger.info, trials._TURNS = info, before
         os.environ["RING_OVERLAP"] = chosen
-    on_gpu = bool(os.environ.get("TEST_GPU_STAND_IN"))
     assert ring.all_gather_object(ways) == [ways] * SIZE
-    assert set(ways) == ({True} if on_gpu else {True, False})
-    assert len(said) == (RANK == 0 and not on_gpu), said
+    assert set(ways) == ({True} if ON_GPUS else {True, False})
+    assert len(said) == (RANK == 0 and not ON_GPUS), said
     assert close(model, reference, 2e-5)
     ours.close()
 
@@ -496,14 +492,13 @@ def sparse_gradients_gathered_or_densified() -> None:
 @check
 def embeddings_that_become_sparse_later_or_on_some_ranks_only() -> None:
     """Unused in the first backward; then sparse, dense or nothing by rank and step, in and outside of buckets."""
-    on_gpu = bool(os.environ.get("TEST_GPU_STAND_IN"))
     for rows in (6, 300_000):  # in its bucket, and where autograd put it
         table = nn.Parameter(torch.zeros(rows, 2))
         head = nn.Parameter(torch.zeros(3))
         averager = GradientAverager([("table", table), ("head", head)])
         indices = torch.tensor([[RANK, 4]])
         plans = (
-            ["sdn", "nsd", "ssd", "ddd", "nns", "nnn"] if on_gpu else ["nnn", "sdn", "nsd", "ssd", "ddd", "nns", "nnn"]
+            ["sdn", "nsd", "ssd", "ddd", "nns", "nnn"] if ON_GPUS else ["nnn", "sdn", "nsd", "ssd", "ddd", "nns", "nnn"]
         )
         for plan in plans:
             table.grad = head.grad = None
@@ -570,7 +565,7 @@ class Fails(torch.autograd.Function):
 
 @check_among_several
 def a_backward_that_raised_on_one_rank_and_was_caught_is_an_error_on_all() -> None:
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # on GPUs it ends the job
     for early in (False, True):  # whether a bucket has left before
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -673,7 +668,7 @@ def a_scheduler_that_one_rank_stepped_for_a_batch_it_left_out_is_an_error_on_all
 @check_among_several
 def an_update_that_one_rank_left_out_is_an_error_on_all() -> None:
     """As a script does that looks at its own loss after backward."""
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # a GPU tells a step later, and only of this rank
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     broadcast_parameters(model)
@@ -983,7 +978,7 @@ def averagers_used_in_another_order_on_each_rank_end_together() -> None:
 @check_among_several
 def averagers_of_which_ranks_use_some_first_end_together() -> None:
     """The first backward of rank 0 has gradients of both, that of the others of the second one only."""
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # NCCL's kernels run in the order of one stream
     models = [Branches(), Branches()]
     averagers = [GradientAverager(model) for model in models]
@@ -1017,7 +1012,7 @@ class Table(nn.Module):
 @check_among_several
 def sparse_gradients_and_tuning_do_not_wait_for_the_order_of_averagers() -> None:
     """Rank 0 uses them in another order than the others, in one backward or in two."""
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # NCCL's kernels run in the order of one stream
     models = [Table(), Table()]
     for model in models:
@@ -1636,7 +1631,7 @@ def gradients_in_sixteen_bits() -> None:
         exact = exact or weights
         largest = max(float((a - b).abs().max()) for a, b in zip(weights, exact, strict=True) if a.numel())
         assert largest < 2e-3
-        if name and os.environ.get("TEST_GPU_STAND_IN"):
+        if name and ON_GPUS:
             assert largest > 0
         assert same_everywhere(model.parameters())
     try:
@@ -1663,7 +1658,7 @@ def warnings_of_ours() -> Iterator[list[str]]:
 @check_among_several
 def optimizers_of_several_threads_compare_their_own_weights() -> None:
     """Threads come to their comparisons in different orders on the ranks."""
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # NCCL may not be called for several communicators in different orders on the ranks
     torch.manual_seed(0)
     models = [nn.Linear(4, 1) for _ in range(3)]
@@ -1715,7 +1710,7 @@ def kept_gradients(
 @check
 def gradients_that_a_script_keeps_are_not_overwritten() -> None:
     ways = [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1), torch.from_dlpack]
-    ways += [] if os.environ.get("TEST_GPU_STAND_IN") else [lambda g: g.numpy()[:1]]
+    ways += [] if ON_GPUS else [lambda g: g.numpy()[:1]]
     for keep in ways:
         models = [small_model(), small_model()]
         plain, inner = (torch.optim.SGD(model.parameters(), 0.05) for model in models)
@@ -1827,7 +1822,7 @@ def train_by(kind: str, model: nn.Module, part: Callable[[torch.Tensor], torch.T
 @check
 def a_step_averages_what_no_backward_has_averaged() -> None:
     kinds = ["in no_sync", "fewer passes", "closure"]
-    if not os.environ.get("TEST_GPU_STAND_IN"):
+    if not ON_GPUS:
         kinds.append("assigned")  # on a GPU, a captured graph might have averaged
     for kind in kinds:
         models = [small_model(), small_model()]
@@ -1872,7 +1867,7 @@ def a_step_that_cannot_be_averaged_is_rejected() -> None:
 
 @check_among_several
 def ranks_with_other_numbers_of_passes_get_an_error() -> None:
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # it comes a step later there
     for wraps in (True, False):
         model = small_model()
@@ -2121,7 +2116,7 @@ def ranks_whose_weights_differ_only_for_a_while_go_on() -> None:
 
 @check_among_several
 def a_parameter_that_one_rank_freezes_is_named() -> None:
-    if os.environ.get("TEST_GPU_STAND_IN"):
+    if ON_GPUS:
         return  # a kernel of NCCL waits for the rank that froze it: only the stall report tells of that
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     averager = GradientAverager(model)
@@ -2221,11 +2216,5 @@ def sets_of_parameters_that_differ_in_no_sync_only_are_named() -> None:
 ONLY = os.environ.get("TEST_ONLY", "").split(",")
 run([check for check in CHECKS if ONLY == [""] or check.__name__ in ONLY])
 report("launched by NCCL", len(LAUNCHES))
-for turn, names in json.loads(os.environ.get("TEST_AGAIN") or "{}").items():
-    if turn == "overlapped":
-        os.environ["RING_OVERLAP"] = "1"
-    else:
-        os.environ["RING_OVERLAP"] = ""
-        LAUNCHES = install_for_torch()[0].log
-    run([check for check in CHECKS if check.__name__ in names], f" {turn}")
-    report(f"launched by NCCL {turn}", len(LAUNCHES))
+os.environ["RING_OVERLAP"] = "1"
+run([check for check in CHECKS if check.__name__ in os.environ.get("TEST_OVERLAPPED", "").split(",")], " overlapped")

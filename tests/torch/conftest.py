@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Tensors of the CPU pass for tensors on a GPU (see tests/gpu_stand_in.py)."""
     communicator, library = alone("gradients")
-    pass_for_gpu(library, library.streams, monkeypatch.setattr)
+    pass_for_gpu(library.streams, monkeypatch.setattr)
     yield Gpu(communicator, library, library.streams)
     device.streams.cache_clear()
     communicator.close()

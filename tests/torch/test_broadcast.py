@@ -91,3 +91,10 @@ def test_a_placeholder_has_the_tensors_order_in_memory_without_its_gaps(tensor):
     assert (empty.dtype, empty.shape) == (tensor.dtype, tensor.shape)
     gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     assert empty.stride() == (tensor.contiguous() if gaps else tensor).stride()
+
+
+def test_state_of_the_roots_cpu_comes_to_the_cpu_whatever_device_is_the_default():
+    """Elsewhere the ranks would wait for each other in two communicators."""
+    described = module.Placeholder(torch.ones(2))
+    with torch.device("meta"):
+        assert described.empty().device.type == "cpu"

@@ -215,15 +215,16 @@ def test_an_interrupted_receive_leaves_the_tensor_alone_and_ends_the_channel_at_
     assert tensor.sum() == 0
 
 
-def test_a_message_between_gpus_is_moved_on_its_ranks_gpu(gpu):
-    moved = []
+def test_a_message_between_gpus_is_moved_on_its_ranks_gpu(gpu, monkeypatch):
+    moved, current = [], []
+    monkeypatch.setattr("ring_plugins.torch.device.set_device", current.append)
 
     class Gpus:
         def executor(self, ends):
             return PairExecutor(f"{tuple(ends)}", Wait("a channel", None), callers_run=False)
 
         def connect(self, ends, index, executor):
-            moved.append((tuple(ends), index, list(gpu.nccl.current_devices)))
+            moved.append((tuple(ends), index, list(current)))
             return gpu.communicator
 
     messages = PointToPoint(0, 2, Gpus())

@@ -305,10 +305,8 @@ class DeviceExecutor:
         with self._lock:
             number = self.statistics.operations
             before = self._rejected.get(number, 0)
-            self._rejected = {
-                number: before + 1,
-                **{n: m for n, m in self._rejected.items() if n >= self.queue.finished},
-            }
+            self._rejected = {n: m for n, m in self._rejected.items() if n >= self.queue.finished}
+            self._rejected[number] = before + 1
         self.host.groups.reject(_ON_GPU + number, before, operation, error)
 
     # For the watchdog, on its thread

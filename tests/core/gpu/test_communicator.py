@@ -1,185 +1,141 @@
 """DeviceCommunicator, with a stand-in for the GPU and for NCCL (see tests/gpu_stand_in.py)."""
 
-from pathlib import Path
+import os
 
 import numpy as np
 import pytest
 import torch
 
-from ring_plugins.core.arrays.dtypes import Op
-from ring_plugins.core.arrays.memory import DeviceMemory
-from ring_plugins.core.gpu import nccl
-from tests.gpu_stand_in import alone
-from tests.launch import run_ranks, start_ranks
+from ring_plugins.core.arrays.dtypes import STORAGE, Op
+from ring_plugins.core.arrays.memory import DeviceMemory, HostMemory
+from ring_plugins.core.base.errors import ArgumentError
+from ring_plugins.core.gpu import nccl, nccl_log
+from tests.gpu_stand_in import alone, on_gpus
 
 
-@pytest.mark.ranks(3)
-def test_every_collective_and_every_invalid_call(ranks):
-    environment = {"RING_NCCL_REPORT": "1", "RING_INTERFACE": "lo"}
-    result = run_ranks(Path(__file__).with_name("checks_communicator.py"), ranks, env=environment)
-    assert result.values("failed") == [[]] * ranks
-    assert result.output.count("rank 0: NCCL; network Socket; between GPUs of a host SHM.") == 1
-    assert result.values("variables of NCCL") == [[None, None, "=lo"]] * ranks
-    every = list(range(ranks))
-    said = f"ranks {', '.join(map(str, every))}"
-    for errors in result.values("errors"):
-        for error, part in zip(
-            errors,
-            ("int16", "would round", "memory of the CPU", "GPU 1", f"root={ranks}", "out_counts", "framework"),
-            strict=True,
-        ):
-            assert part in error
-    assert result.values("launches") == [[["all_reduce", "all_reduce"]]] * ranks
-    assert result.values("done") == [[False, True]] * ranks
-    assert result.values("kept") == [0] * ranks
-    assert result.values("kept by graphs") == [2] * ranks
-    assert all("ordinary steps before the capture" in text for text in result.values("captured"))
-    assert all("2.24" in text and "2.23.0" in text for text in result.values("float8"))
-    assert all(
-        said in text and "0000:01:00.0" in text and "RING_SHARE_GPU=1" in text for text in result.values("shared")
-    )
-    assert result.values("settings") == ["1"] * ranks
-    others = "rank 0" if ranks == 2 else "ranks 0, 2"
-    for text in result.values("versions"):
-        assert f"{others}: 2.32.3 (stand-in); rank 1: 2.27.4 (stand-in)" in text
-    assert all("there is no GPU 0" in text for text in result.values("no such GPU"))
-    for text in result.values("start"):
-        assert f"did not connect {said} of" in text and "within 1 s" in text
-    assert all("stand-in status 6" in text and "what the stand-in says" in text for text in result.values("noticed"))
-    assert result.values("aborted") == [["abort"]] * ranks
+def on_device(array, dtype=None):
+    return DeviceMemory(array.ctypes.data, array.size, dtype or array.dtype.name, 0, array)
 
 
-KILLED = """
-    import os, signal, sys
-    import numpy as np
-    import ring_plugins as ring
-    from ring_plugins.core import world
-    from ring_plugins.core.arrays.memory import DeviceMemory
-    from tests.gpu_stand_in import install
-    from tests.worker import report
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective(size):
+    def of_rank(rank, communicator, library):
+        ranks = np.arange(size)
+        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8", "int8", "uint32", "uint64"):
+            factorial = 6 if size == 3 else 2
+            for op, expected in ((Op.SUM, ranks.sum() + size), (Op.MAX, size), (Op.MIN, 1), (Op.PRODUCT, factorial)):
+                x = np.full(5, rank + 1, dtype)
+                communicator.all_reduce(on_device(x), op)
+                assert x.tolist() == [expected] * 5, (dtype, op)
+        x = np.full(7, rank, np.float32)
+        communicator.all_reduce(on_device(x), Op.AVERAGE)
+        assert x.tolist() == [(size - 1) / 2] * 7
+        x = np.full(3, rank + 1j, np.complex64)
+        communicator.all_reduce(on_device(x), Op.SUM)
+        assert x.tolist() == [ranks.sum() + size * 1j] * 3
+        for op, expected in ((Op.SUM, [True, True, False]), (Op.PRODUCT, [False, True, False])):
+            x = np.array([rank == 0, True, False])
+            communicator.all_reduce(on_device(x), op)
+            assert x.tolist() == expected
+        x = np.full(4, 0x3F80 if rank else 0x4000, np.uint16)  # 1.0 and, on rank 0, 2.0
+        communicator.all_reduce(on_device(x, "bfloat16"), Op.MAX)
+        assert x.tolist() == [0x4000] * 4
+        for dtype in STORAGE:
+            x = np.full(3, rank + 1).astype(STORAGE[dtype])
+            communicator.broadcast(on_device(x, dtype), size - 1)
+            assert np.array_equal(x, np.full(3, size).astype(STORAGE[dtype])), dtype
+        for counts in ([2] * size, list(range(size))):
+            mine, out = np.full(counts[rank], rank, np.int16), np.zeros(sum(counts), np.int16)
+            communicator.all_gather(on_device(mine), on_device(out), counts)
+            assert out.tolist() == np.repeat(ranks, counts).tolist()
+            full, part = np.arange(sum(counts), dtype=np.float32) + rank, np.zeros(counts[rank], np.float32)
+            communicator.reduce_scatter(on_device(full), on_device(part), counts, Op.AVERAGE)
+            start = sum(counts[:rank])
+            assert part.tolist() == (np.arange(start, start + counts[rank]) + (size - 1) / 2).tolist()
+        send_counts = [(rank + i) % size for i in range(size)]
+        send = np.repeat(ranks + 10 * rank, send_counts).astype(np.int32)
+        out = np.zeros(sum(send_counts), np.int32)
+        communicator.all_to_all(on_device(send), send_counts, on_device(out), send_counts)
+        assert out.tolist() == np.repeat(rank + 10 * ranks, send_counts).tolist()
+        assert communicator.all_gather_object(rank) == ranks.tolist()
+        assert communicator.broadcast_object(rank, 1) == 1
+        communicator.barrier()
 
-    ring.init(ranks=int(os.environ["TEST_RANKS"]))
-    library, streams = install()
-    communicator = world.current().new_device_communicator("test", 0, streams)
-    x = np.ones(3, np.float32)
-    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
-    communicator.all_reduce(memory, ring.SUM)
-    if ring.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL) if os.environ["TEST_END"] == "killed" else sys.exit()
-    library.cuda.waits_at_once = False
-    communicator.all_reduce(memory, ring.SUM)
-    library.cuda.synchronize()
-    try:
-        communicator.check()
-    except ring.PeerFailed as error:
-        report("checked", str(error))
-    try:
-        communicator.all_reduce(memory, ring.SUM)
-    except ring.PeerFailed as error:
-        report("raised", str(error))
-    report("log", [entry for entry in library.log if isinstance(entry, str)])
-"""
-
-
-@pytest.mark.parametrize(("end", "said"), [("killed", "rank 1 (process"), ("left", "rank 1 has left the job")])
-def test_a_kernel_that_waits_for_a_dead_peer_is_aborted(end, said):
-    with start_ranks(KILLED, 2, env={"TEST_END": end}) as job:
-        result = job.wait(30)
-    assert (result.returncode != 0) == (end == "killed")
-    assert said in result.values("checked")[0]
-    assert result.values("raised") == result.values("checked")
-    assert result.values("log") == [["abort"]]
-
-
-REJECTED = """
-    import os, time
-    import numpy as np
-    import ring_plugins as ring
-    from ring_plugins.core import world
-    from ring_plugins.core.arrays.memory import DeviceMemory
-    from tests.gpu_stand_in import install
-    from tests.worker import report
-
-    ring.init(ranks=int(os.environ["TEST_RANKS"]))
-    library, streams = install()
-    communicator = world.current().new_device_communicator("test", 0, streams)
-    rejects = ring.rank() == 1
-
-    def reduce(dtype):
-        x = np.ones(3, dtype)
-        communicator.all_reduce(DeviceMemory(x.ctypes.data, x.size, dtype, 0, x), ring.AVERAGE)
-
-    for dtype in ("float32", "int32", "float32"):  # rejected by all, which changes nothing
-        try:
-            reduce(dtype)
-        except ring.ArgumentError:
-            pass
-    communicator.barrier()
-    library.cuda.waits_at_once = False
-    try:
-        reduce("int32" if rejects else "float32")
-    except ring.ArgumentError:
-        pass
-    try:
-        while True:  # the script goes on
-            communicator.check()
-            time.sleep(0.01)
-    except ring.RingError as error:
-        report("raised", [type(error).__name__, str(error)])
-    ring.barrier()
-"""
+    on_gpus(size, of_rank)
 
 
-@pytest.mark.slow
-def test_what_one_rank_rejects_reaches_a_gpu_that_waits_for_it():
-    (told, text), (_, broken) = run_ranks(REJECTED, 2, timeout=60, check=False).values("raised")
-    assert told == "PeerRejected"
-    assert "rank 1 rejected the arguments of all_reduce: " in text
-    assert text.endswith("The GPU of rank 0 waits for it in test: all_reduce.")
-    assert "rank 0 gave up test: all_reduce" in broken
+def test_several_in_one_group_and_one_while_the_caller_goes_on():
+    def of_rank(rank, communicator, library):
+        arrays = [np.full(n, rank, np.float32) for n in (3, 4)]
+        with communicator.group():
+            for array in arrays:
+                communicator.all_reduce(on_device(array), Op.SUM)
+        assert [array.tolist() for array in arrays] == [[1] * 3, [1] * 4]
+        assert library.log == [["all_reduce", "all_reduce"]]
+        library.delay = 0.1
+        x = np.full(5, rank, np.float32)
+        work = communicator.start("later", lambda: communicator.all_reduce(on_device(x), Op.SUM))
+        assert not work.done() and x.tolist() == [rank] * 5
+        work.wait()
+        assert work.done() and x.tolist() == [1] * 5
+        communicator.synchronize()
+        assert not communicator.executor.queue.unfinished
+
+    on_gpus(2, of_rank)
 
 
-STALLED = """
-    import os, time
-    import numpy as np
-    import ring_plugins as ring
-    from ring_plugins.core import world
-    from ring_plugins.core.arrays.memory import DeviceMemory
-    from tests.gpu_stand_in import install
+def test_invalid_arguments_leave_the_communicator_usable():
+    def of_rank(rank, communicator, library):
+        x = np.zeros(3, np.int16)
+        host = HostMemory(np.zeros(3, np.float32), "float32")
+        for text, call in {
+            "int16": lambda: communicator.all_reduce(on_device(x), Op.SUM),
+            "would round": lambda: communicator.all_reduce(on_device(x.astype(np.int32)), Op.AVERAGE),
+            "memory of the CPU": lambda: communicator.all_reduce(host, Op.SUM),
+            "GPU 1": lambda: communicator.broadcast(DeviceMemory(0, 0, "float32", 1), 0),
+            "root=2": lambda: communicator.broadcast(on_device(x), 2),
+            "out_counts": lambda: communicator.all_to_all(on_device(x), [3, 0], on_device(x), [9, 9]),
+            "framework": lambda: communicator.allocate(1),
+        }.items():
+            with pytest.raises(ArgumentError, match=text):
+                call()
+        communicator.executor.connection.nccl.version = 22300
+        with pytest.raises(ArgumentError, match=r"float8_e5m2 needs NCCL 2\.24.*2\.23\.0"):
+            communicator.all_reduce(DeviceMemory(1, 1, "float8_e5m2", 0), Op.SUM)
+        x = np.ones(3, np.float32)
+        communicator.all_reduce(on_device(x), Op.SUM)
+        assert x.tolist() == [2] * 3
 
-    ring.init(ranks=int(os.environ["TEST_RANKS"]))
-    library, streams = install()
-    library.cuda.waits_at_once = False
-    communicator = world.current().new_device_communicator("gradients", 0, streams)
-    x = np.ones(3, np.float32)
-    memory = DeviceMemory(x.ctypes.data, x.size, "float32", 0, x)
-
-    def reduce(bucket):
-        return communicator.start(bucket, lambda: communicator.all_reduce(memory, ring.SUM))
-
-    works = [reduce("bucket 0 of 2 (a)")]
-    if ring.rank() == 1:
-        time.sleep(5)  # asleep here
-    works.append(reduce("bucket 1 of 2 (b)"))
-    time.sleep(2 if ring.rank() == 1 else 7)  # the script goes on
-    communicator.synchronize()
-"""
+    on_gpus(2, of_rank)
 
 
-@pytest.mark.slow
-def test_a_stall_report_names_the_operation_that_gpus_wait_in():
-    result = run_ranks(STALLED, 3, env={"RING_STALL_WARNING": "2"}, timeout=60)
-    said = result.output
-    assert "ranks 0, 2 have been waiting since" in said
-    assert "in gradients: all_reduce on the GPU, part of bucket 1 of 2 (b), for rank 1" in said
-    assert "missing: rank 1 (process" in said
-    assert "last operation: gradients: all_reduce on the GPU of bucket 0 of 2 (a), finished" in said
-    assert "time.sleep(5)  # asleep here" in said
-    assert "the stall is over" in said
+def test_a_capture_keeps_its_memory_and_nobody_asks_about_its_events():
+    communicator, library = alone()
+    reduce(communicator)
+    library.cuda.capturing = True
+    reduce(communicator)
+    communicator.start("in a graph", lambda: reduce(communicator)).wait()
+    communicator.executor.poll([])  # about the earlier one
+    assert len(communicator.executor.queue.captured) == 2
 
 
-def on_device(array):
-    return DeviceMemory(array.ctypes.data, array.size, array.dtype.name, 0, array)
+def test_what_nccl_has_chosen_is_told_once_and_its_variables_are_taken_back(monkeypatch, caplog):
+    monkeypatch.setenv("RING_NCCL_REPORT", "1")
+    for variable in ("NCCL_DEBUG", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    nccl_log.nccl_log.cache_clear()
+
+    def of_rank(rank, communicator, library):
+        communicator.all_reduce(on_device(np.ones(3, np.float32)), Op.SUM)
+        communicator.synchronize()
+        for _ in range(2 if rank == 0 else 0):
+            communicator.executor.poll([])  # as the watchdog does
+
+    with caplog.at_level("INFO", "ring_plugins"):
+        on_gpus(2, of_rank)
+    nccl_log.nccl_log.cache_clear()
+    assert caplog.messages == ["rank 0: NCCL; network Socket; between GPUs of a host SHM."]
+    assert {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}.isdisjoint(os.environ)
 
 
 def reduce(communicator):

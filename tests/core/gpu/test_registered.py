@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ring_plugins.core.base import config
+from ring_plugins.core.base.errors import RingError
 from ring_plugins.core.gpu import registered
 from ring_plugins.core.gradients.fusion import BucketSizes
 from ring_plugins.torch import device
 from ring_plugins.torch.gradient_buckets import GradientBuckets
-from tests.gpu_stand_in import alone, pass_for_gpu
-from tests.launch import run_ranks
+from tests.gpu_stand_in import alone, on_gpus, pass_for_gpu
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def gpu(monkeypatch):
 
     def make(**options):
         communicator, library = alone("gradients", **options)
-        pass_for_gpu(library, library.streams, monkeypatch.setattr)
+        pass_for_gpu(library.streams, monkeypatch.setattr)
         made.append(communicator)
         return communicator, library
 
@@ -126,90 +126,67 @@ def test_every_bucket_is_one_pointer_if_memory_is_registered(gpu, monkeypatch, i
         assert start <= weights[0].grad.data_ptr() < start + len(library.allocated[start])
 
 
-SCENARIO = """
-    import os
-    import numpy as np
-    import ring_plugins as ring
-    from ring_plugins.core import world
-    from tests.gpu_stand_in import install
-    from tests.worker import report
+def on_ranks(prepare, function, size=2):
+    """Call `function(communicator)` on ranks that `prepare(rank, its NCCL)` makes unlike; returns logs, or errors."""
 
-    ring.init(ranks=int(os.environ["TEST_RANKS"]))
-    library, streams = install()
-    what, last = os.environ["TEST_WHAT"], ring.rank() == ring.size() - 1
-    if what == "no window function" and last:
-        library.without("ncclCommWindowRegister")
-    if what == "no function" and last:
-        library.without("ncclMemAlloc")
-    if what == "no memory" and last:
-        library.out_of_memory = True
-    if what == "no registration":
-        library.without("ncclCommWindowRegister")
-        if last:
-            library.fail("ncclCommRegister")
-    communicator = world.current().new_device_communicator("test", 0, streams)
-    if what == "window fails" and last:
-        library.fail("ncclCommWindowRegister")
-    sizes = 64 if what != "sizes" else 64 + 64 * ring.rank()
-    try:
-        kept = [communicator.allocate_registered(sizes)]
-        if what == "one keeps its tensors":
-            if last:
-                kept.clear()
-            kept.append(communicator.allocate_registered(sizes))
-            del kept[0]
-            kept.append(communicator.allocate_registered(sizes))
-        report("none", [memory is None for memory in kept])
-        report("log", list(library.log))
-    except ring.RingError as error:
-        report("error", str(error))
-    ring.barrier()  # nobody hears of an error because a process has ended
-    report("allocated", len(library.allocated))
-    report("registered", len(library.registered))
-"""
+    def of_rank(rank, communicator, library):
+        prepare(rank, library)
+        try:
+            kept = function(rank, communicator)
+            return kept is None, library.log[:], len(library.allocated), len(library.registered)
+        except RingError as error:
+            return str(error), library.log[:], len(library.allocated), len(library.registered)
 
-
-def run(what):
-    return run_ranks(SCENARIO, 2, env={"TEST_WHAT": what, "RING_START_TIMEOUT": "40"}, timeout=100)
+    registered._told.clear()
+    return on_gpus(size, of_rank)
 
 
 @pytest.mark.parametrize(
-    ("what", "log", "allocated", "registered"),
+    ("lacks", "fails", "log", "allocated", "registered"),
     [
-        ("all is well", ["window"], 1, 1),
-        ("no window function", ["register"], 1, 1),
-        ("no registration", None, 1, 0),
-        ("no function", None, 0, 0),
-        ("no memory", None, 0, 0),
+        ("", "", ["window"], 1, 1),
+        ("ncclCommWindowRegister", "", ["register"], 1, 1),
+        ("", "ncclCommRegister", None, 1, 0),
+        ("ncclMemAlloc", "", None, 0, 0),
+        ("", "ncclMemAlloc", None, 0, 0),
     ],
 )
-def test_all_ranks_fall_back_alike(what, log, allocated, registered):
-    result = run(what)
-    assert result.values("none") == [[not allocated]] * 2
-    assert result.values("allocated") == [allocated] * 2
-    assert result.values("registered") == [registered] * 2
+def test_all_ranks_fall_back_alike(caplog, lacks, fails, log, allocated, registered):
+    def prepare(rank, library):
+        if rank == 1 and lacks:
+            library.without(lacks)
+        if rank == 1 and fails:
+            library.fail(fails)
+        if fails == "ncclCommRegister":
+            library.without("ncclCommWindowRegister")
+
+    found = on_ranks(prepare, lambda rank, communicator: communicator.allocate_registered(64))
+    assert [(none, *counts) for none, _, *counts in found] == [(not allocated, allocated, registered)] * 2
     if log is not None:
-        assert result.values("log") == [log] * 2
-    assert ("has no effect on rank 1" in result.output) == (log is None)
+        assert [logged for _, logged, *_ in found] == [log] * 2
+    assert ("has no effect on rank 1" in caplog.text) == (log is None)
 
 
 def test_memory_is_handed_out_again_only_if_it_is_free_on_all_ranks():
-    result = run("one keeps its tensors")
-    # The second call finds memory free on rank 1 only, and the third on both.
-    assert result.values("log") == [["window"] * 2] * 2
+    def allocate(rank, communicator):
+        kept = [communicator.allocate_registered(64)]
+        if rank == 1:
+            kept.clear()
+        kept.append(communicator.allocate_registered(64))  # finds memory free on rank 1 only
+        del kept[0]
+        kept.append(communicator.allocate_registered(64))  # and on both
+        return kept
+
+    for _, log, *_ in on_ranks(lambda rank, library: None, allocate):
+        assert log == ["window"] * 2
 
 
 def test_different_sizes_are_an_error_on_all_ranks_before_nccl_is_called():
-    result = run("sizes")
-    assert all("[64, 128] bytes of registered memory" in text for text in result.values("error"))
-    assert result.values("allocated") == [0, 0]
-
-
-def test_a_window_that_fails_on_one_rank_is_an_error_on_all():
-    result = run("window fails")
-    assert "ncclCommWindowRegister of NCCL" in result.values("error")[1]
-    assert "rank 1" in result.values("error")[0]
-    assert "within" not in result.values("error")[0]
+    found = on_ranks(
+        lambda rank, library: None, lambda rank, communicator: communicator.allocate_registered(64 + 64 * rank)
+    )
+    assert all("[64, 128] bytes of registered memory" in text for text, *_ in found)
+    assert [allocated for _, _, allocated, _ in found] == [0, 0]
 
 
 def test_two_threads_free_memory_once(monkeypatch):

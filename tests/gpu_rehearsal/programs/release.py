@@ -13,11 +13,17 @@ from tests.gpu_rehearsal.programs.bare_streams import Streams
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
+if ring.rank() == ring.size() - 1:
+    os.environ["RING_SIMULATED_FAULTS"] = os.environ.get("TEST_FAULTS_OF_LAST", "")
 driver, device = load_driver(), ring.local_rank()
 communicator = world.current().new_device_communicator("test", device, Streams(driver.new_stream(device)))
 executor = communicator.executor
-with driver.device(device):
-    memory = executor.registered.allocate(4096)
+try:
+    memory = communicator.allocate_registered(4096)
+except ring.RingError as error:
+    report("error", str(error))
+    ring.barrier()  # nobody hears of an error because a process has ended
+    raise SystemExit from None
 report("version", load_nccl().version)
 report("blocks", executor.connection._blocks)
 report("memory", _KINDS[executor.registered.blocks[-1].kind] if memory else "the framework's")

@@ -120,7 +120,7 @@ int allocate(void** pointer, size_t bytes, int device);
 int release(void* pointer);
 int allocate_pinned(void** pointer, size_t bytes);
 int release_pinned(void* pointer);
-// Index of the device whose memory it is, -1 for memory of the host.
+// Index of the device whose memory it is; for memory of the host -1, or 0 with RING_SIMULATED_HOST_MEMORY=1.
 int device_of_pointer(const void* pointer);
 bool is_pinned(const void* pointer);
 void pin(const void* pointer, size_t bytes);

@@ -49,22 +49,16 @@ class Step:
     def __init__(self, monkeypatch):
         import jax
 
-        from ring_plugins.core.collectives.single import SingleCommunicator
-        from ring_plugins.core.control.wait import Wait
-        from ring_plugins.core.gpu import cuda, nccl
-        from ring_plugins.core.gpu.communicator import DeviceCommunicator
-        from ring_plugins.core.gpu.executor import DeviceExecutor
+        from ring_plugins.core.gpu import cuda
         from ring_plugins.core.gradients.fusion import BucketSizes, Entry
         from ring_plugins.keras.backends import jax_device
 
-        self.library = gpu_stand_in.StandInDriver()
-        self.nccl = gpu_stand_in.StandInNccl(self.library)
-        driver, streams = cuda.Driver(self.library), jax_device.XlaStreams()
+        streams = jax_device.XlaStreams()
+        self.communicator, self.nccl = gpu_stand_in.alone("gradients", streams=streams)
+        self.library = self.nccl.cuda
+        driver = cuda.Driver(self.library)
         monkeypatch.setattr(jax_device, "load_driver", lambda: driver)
         monkeypatch.setattr(self.library, "cuCtxSynchronize", None)  # nobody waits for the GPU
-        host, wait, library = SingleCommunicator("gradients"), Wait("gradients", None), nccl.Nccl(self.nccl, "stand-in")
-        executor = DeviceExecutor("gradients", 0, host, streams, wait, library, driver)
-        self.communicator = DeviceCommunicator(executor)
         entries = [Entry("a", "float32", 3), Entry("b", "float32", 4), Entry("c", "float32", 40)]
         connection = jax_device.Connection(self.communicator, streams)
         self.buckets = jax_device.DeviceBuckets(entries, connection, BucketSizes(28, 28, 100))
@@ -90,10 +84,11 @@ def step(monkeypatch):
 def test_nccl_reduces_in_order_with_xlas_stream_and_the_host_does_not_wait(step, monkeypatch):
     large, small, gate, seen = np.zeros(40, "float32"), np.zeros(7, "float32"), threading.Event(), []
 
-    def double(self, send, receive, count, kind, op):
-        gpu_stand_in.memory(receive, count, kind).array[:] *= 2
+    def double(self, collected):
+        for _, _, receive, count, kind, _ in collected:
+            gpu_stand_in.memory(receive, count, kind)[:] *= 2
 
-    monkeypatch.setattr(gpu_stand_in.Communicator, "all_reduce", double)
+    monkeypatch.setattr(gpu_stand_in.Communicator, "kernel", double)
     for number in range(2):
         gate.clear()
         step.work.put(gate.wait)
@@ -171,28 +166,39 @@ def test_a_missing_gradient_is_rejected(step):
 FIT = (
     START
     + """
-if not os.environ["TEST_GPU_STAND_IN"]:
-    cards = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = cards[ring.local_rank() % len(cards)]
+cards = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+os.environ["CUDA_VISIBLE_DEVICES"] = cards[ring.local_rank() % len(cards)]
+SIMULATED = "RING_SIMULATED_HOST_MEMORY" in os.environ
+if SIMULATED:
+    from tests.gpu_rehearsal.devices import count, load
+
+    load()
 
 import time
 
 import keras
 import numpy as np
 
+from ring_plugins.core.gpu import load_driver
 from ring_plugins.keras import BroadcastCallback, DistributedOptimizer
 from ring_plugins.keras.averaging import averaging_of
 from ring_plugins.keras.backends import jax_device, jax_ffi
-from tests.gpu_stand_in import CALLERS_STREAM, install
 from tests.worker import report
 
 rank, size = ring.rank(), ring.size()
-library, launched = None, []
-if os.environ["TEST_GPU_STAND_IN"]:
-    library = install()[0]
-    launched = library.log
+if SIMULATED:
+    # The CPU has no stream, so it waits for those of the GPU.
+    def call_and_wait(function, operands, call=jax_device.call_on_gpu):
+        def calls(stream, pointers):
+            function(stream, pointers)
+            with load_driver().device(0):
+                load_driver().synchronize()
+
+        return call(calls, operands)
+
+    jax_device.call_on_gpu = call_and_wait
     jax_device.computes_on_gpus = lambda: True
-    jax_ffi.stream_of = lambda context: CALLERS_STREAM
+    jax_ffi.stream_of = lambda context: 0
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(48, 5)).astype("float32"), rng.normal(size=(48, 1)).astype("float32")
 seen = []
@@ -222,11 +228,11 @@ for name, options in {
     "compiled": {}, "eager": {"run_eagerly": True}, "accumulated": {"steps": 2},
 }.items():
     alone = fitted(False, **options)
-    launched.clear()
+    before = SIMULATED and count("ncclAllReduce")
     ours = fitted(True, **options)
     report(name, float(np.abs(ours - alone).max()))
     report(name + " equal", len(set(ring.all_gather_object(ours.tobytes()))))
-    report(name + " by NCCL", sum(call == ["all_reduce"] for call in launched))
+    report(name + " by NCCL", SIMULATED and count("ncclAllReduce") - before)
 report("seen", seen)
 
 # A gradient on some ranks only.
@@ -234,8 +240,6 @@ optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
 variables = [keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))]
 optimizer.build(variables)
 optimizer.apply([np.ones(3, "float32"), np.ones(2, "float32")], variables)
-if library is not None:
-    library.cuda.waits_at_once = False  # only the GPU waits
 try:
     optimizer.apply([np.ones(3, "float32"), None if rank == 1 else np.ones(2, "float32")], variables)
     began = time.monotonic()
@@ -259,14 +263,6 @@ def check_equality(**more):
     return result
 
 
-@pytest.mark.slow
-def test_jax_by_nccl_equals_one_process():
-    pytest.importorskip("jax")
-    result = check_equality(TEST_GPU_STAND_IN="1")
-    calls = [result.values(f"{name} by NCCL") for name in ("compiled", "eager", "accumulated")]
-    assert calls == [[8 * 3] * 2, [8 * 3] * 2, [4 * 3] * 2]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here")
 @pytest.mark.skipif(
@@ -276,7 +272,6 @@ def test_jax_by_nccl_equals_one_process():
 def test_the_same_on_a_card():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     check_equality(
-        TEST_GPU_STAND_IN="",
         XLA_FLAGS="",
         JAX_PLATFORMS="cuda",
         JAX_DEFAULT_MATMUL_PRECISION="highest",
