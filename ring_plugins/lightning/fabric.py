@@ -67,6 +67,7 @@ class RingFabricLogic(RingParallelLogic):
         sync_every: int | str | None = None,
         outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
         fragments: int = 1,
+        delay: int = 0,
         group: Group | None = None,
         **unknown: Any,
     ) -> None:

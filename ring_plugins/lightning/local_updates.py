@@ -43,7 +43,8 @@ def local_settings(
             "ring_plugins.torch.LocalUpdates(shard=True) shards inside a host."
         )
     compression = Compression.named(arguments["compression"], arguments["error_feedback"])
-    return Settings.wanted(strategy, every, arguments["outer"], arguments["fragments"], compression, steps)
+    outer, fragments, delay = (arguments[name] for name in ("outer", "fragments", "delay"))
+    return Settings.wanted(strategy, every, outer, fragments, compression, steps, delay)
 
 
 class _Rounds(BetweenHosts):

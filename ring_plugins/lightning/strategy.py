@@ -104,6 +104,7 @@ class RingTrainerLogic(RingParallelLogic):
             inside a host only then (docs/slow_networks.md). None averages all ranks' gradients in every step.
         outer: With `sync_every`: "average", "nesterov", or the outer optimizer's learning rate and momentum.
         fragments: With `sync_every`: parts of the weights that take turns; a divisor of it.
+        delay: With `sync_every`: steps that go on while an exchange travels, less than `sync_every` / `fragments`.
         global_batch_size: Samples of a step on all ranks together, a multiple of the DataLoader's `batch_size`: the
             ranks that are there make as many passes as that needs (docs/batch_size.md). A step is a batch to Lightning.
         exact: With `global_batch_size`: whether gradients are added up in the order of the batches, so that the
@@ -153,6 +154,7 @@ class RingTrainerLogic(RingParallelLogic):
         sync_every: int | str | None = None,
         outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
         fragments: int = 1,
+        delay: int = 0,
         global_batch_size: int | None = None,
         exact: bool = False,
         group: Group | None = None,

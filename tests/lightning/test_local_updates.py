@@ -27,7 +27,8 @@ from tests.worker import report
 
 warnings.simplefilter("ignore")
 RANK, SIZE, HOST = ring.rank(), ring.size(), ring.node_rank()
-OPTIONS = {"every": 3, "outer": (0.9, 0.6), "fragments": 3, "compression": "bf16"}
+OPTIONS = {"every": 6, "outer": (0.9, 0.6), "fragments": 3, "compression": "bf16"}
+OPTIONS["delay"] = int(os.environ["TEST_DELAY"])  # one exchange is under way when an epoch ends
 
 
 def network():
@@ -92,7 +93,7 @@ def all_equal(tensor):
 path = os.path.join(os.environ["TEST_PATH"], "")
 arguments = {**OPTIONS, "sync_every": OPTIONS["every"]}
 del arguments["every"]
-model, trainer = fit(7, path, epochs=2, **arguments)
+model, trainer = fit(8, path, epochs=2, **arguments)
 report("equal", all_equal(weights(model.net)))
 report("validated", all(model.at_validation) and len(model.at_validation) > 1)
 
@@ -100,7 +101,7 @@ report("validated", all(model.at_validation) and len(model.at_validation) > 1)
 plain = network()
 optimizer = LocalUpdates(torch.optim.Adam(plain.parameters(), 0.05), plain, **OPTIONS)
 for epoch in range(2):
-    for index in range(7):
+    for index in range(8):
         x, y = batch(index, RANK)
         optimizer.zero_grad()
         (plain(x) - y).square().mean().backward()
@@ -117,7 +118,7 @@ report("loop", "ok")
 saved = torch.load(path + "epoch=0.ckpt", weights_only=True)
 report("anchor", bool(torch.equal(saved["optimizer_states"][0]["local_updates"]["anchor"][:80],
                                   saved["state_dict"]["net.0.weight"].reshape(-1))))
-again, _ = fit(7, path, epochs=2, ckpt_path=path + "epoch=0.ckpt", **arguments)
+again, _ = fit(8, path, epochs=2, ckpt_path=path + "epoch=0.ckpt", **arguments)
 report("resumed", all_equal(weights(again.net)) and bool(weights(again.net).isfinite().all()))
 
 # Hosts with different numbers of batches; the ranks of a host may have, too.
@@ -132,9 +133,9 @@ report("timed", all_equal(weights(timed.net)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "nodes"), [(4, "2"), (2, "1,1"), (3, "1,2")])
-def test_hosts_exchange_weights(processes, nodes, tmp_path):
-    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path)}
+@pytest.mark.parametrize(("processes", "nodes", "delay"), [(4, "2", 1), (2, "1,1", 0), (3, "1,2", 1)])
+def test_hosts_exchange_weights(processes, nodes, delay, tmp_path):
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path), "TEST_DELAY": str(delay)}
     result = run_ranks(SCRIPT, processes, "exported", env=env, timeout=300)
     for name in ("equal", "validated", "anchor", "resumed", "uneven", "timed"):
         assert result.values(name) == [True] * processes, name
@@ -156,7 +157,7 @@ from ring_plugins.torch import LocalUpdates
 from tests.worker import report
 
 RANK, SIZE, HOST = ring.rank(), ring.size(), ring.node_rank()
-OPTIONS = {"outer": (0.9, 0.6), "fragments": 3, "compression": "bf16"}
+OPTIONS = {"outer": (0.9, 0.6), "fragments": 3, "delay": int(os.environ["TEST_DELAY"]), "compression": "bf16"}
 path = os.path.join(os.environ["TEST_PATH"], "fabric.ckpt")
 
 
@@ -201,21 +202,21 @@ def step(fabric, model, optimizer, index):
     optimizer.step()
 
 
-fabric, module, model, optimizer = begun(5 + RANK, sync_every=3, **OPTIONS)
+fabric, module, model, optimizer = begun(5 + RANK, sync_every=6, **OPTIONS)
 report("join", refusal(lambda: fabric.strategy.join(model)))
-for index in range(7):
+for index in range(8):  # an exchange is under way then, if there is a delay
     step(fabric, model, optimizer, index)
 fabric.save(path, {"model": model, "optimizer": optimizer})
 report("saved", are_equal(module))
-for index in range(7, 12):
+for index in range(8, 13):
     step(fabric, model, optimizer, index)
 fabric.strategy.exchange()
 report("equal", are_equal(module))
 
 plain = network()
-local = LocalUpdates(torch.optim.Adam(plain.parameters(), 0.05), plain, every=3, **OPTIONS)
-for index in range(12):
-    if index == 7:
+local = LocalUpdates(torch.optim.Adam(plain.parameters(), 0.05), plain, every=6, **OPTIONS)
+for index in range(13):
+    if index == 8:
         local.exchange()
     local.zero_grad()
     loss_of(plain, index).backward()
@@ -226,12 +227,12 @@ pairs = zip(module.parameters(), plain.parameters(), strict=True)
 report("loop", max(float((one - other).detach().abs().max()) for one, other in pairs))
 
 # Another job goes on from the file. Adam's moments are those of the rank that saved.
-again, other, model, optimizer = begun(1, sync_every=3, **OPTIONS)
+again, other, model, optimizer = begun(1, sync_every=6, **OPTIONS)
 again.load(path, {"model": model, "optimizer": optimizer})
 saved = torch.load(path, weights_only=True)
 velocity = again.strategy.get_optimizer_state(optimizer.optimizer)["local_updates"]["velocity"]
 report("resumed", torch.equal(velocity, saved["optimizer"]["local_updates"]["velocity"]) and bool(velocity.any()))
-for index in range(7, 12):
+for index in range(8, 13):
     step(again, model, optimizer, index)
 again.strategy.exchange()
 report("goes on", are_equal(other))
@@ -252,7 +253,8 @@ report("steps", third.strategy._local[id(module)]._rounds.steps - 3 * HOST)
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "nodes"), [(4, "2"), (2, "1,1")])
 def test_hosts_exchange_weights_in_fabric(processes, nodes, tmp_path):
-    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path)}
+    delay = str(int(processes == 4))
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path), "TEST_DELAY": delay}
     result = run_ranks(FABRIC, processes, "exported", env=env, timeout=300)
     for name in ("saved", "equal", "resumed", "goes on", "uneven"):
         assert result.values(name) == [True] * processes, name
@@ -270,6 +272,8 @@ def test_hosts_exchange_weights_in_fabric(processes, nodes, tmp_path):
         ({"sync_every": 8, "outer": "adam"}, "outer='adam' must be"),
         ({"outer": "nesterov"}, r"Strategy\(outer='nesterov'\) needs sync_every"),
         ({"fragments": 2}, r"Strategy\(fragments=2\) needs sync_every"),
+        ({"delay": 2}, r"Strategy\(delay=2\) needs sync_every"),
+        ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay=2 must be 0, or .* below sync_every / fragments = 2"),
         ({"sync_every": 8, "shard_optimizer": True}, "does not work with shard_optimizer=True"),
     ],
 )
@@ -279,7 +283,7 @@ def test_bad_arguments(strategy, options, text):
 
 
 def test_settings_know_the_number_of_steps():
-    given = {"sync_every": 10, "outer": (0.7, 0.9), "fragments": 1, "shard_optimizer": False}
+    given = {"sync_every": 10, "outer": (0.7, 0.9), "fragments": 1, "delay": 0, "shard_optimizer": False}
     given |= {"compression": "int8", "error_feedback": None}
     settings = local_settings(given)
     assert settings is not None
@@ -319,9 +323,10 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+DELAY = int(os.environ["TEST_DELAY"])
 path = os.path.join(os.environ["TEST_PATH"], "own")
 trainer = Trainer(
-    max_epochs=2, accelerator="cpu", devices=ring.size(), strategy=RingStrategy(sync_every=4),
+    max_epochs=2, accelerator="cpu", devices=ring.size(), strategy=RingStrategy(sync_every=4, delay=DELAY),
     callbacks=[OnExceptionCheckpoint(path)], logger=False, enable_progress_bar=False, enable_model_summary=False,
     use_distributed_sampler=False,
 )
@@ -338,14 +343,15 @@ report("saved", os.path.exists(path + "/on_exception.ckpt"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uneven", ["", "1"])
-@pytest.mark.parametrize("nodes", ["1,1", "2,1"])
-def test_all_trainers_stop_behind_the_next_exchange_when_one_gets_a_sigterm(nodes, uneven, tmp_path):
+@pytest.mark.parametrize(
+    ("nodes", "uneven", "delay"), [("1,1", "", 2), ("1,1", "1", 0), ("2,1", "", 0), ("2,1", "1", 2)]
+)
+def test_all_trainers_stop_behind_the_next_exchange_when_one_gets_a_sigterm(nodes, uneven, delay, tmp_path):
     """Where hosts have different numbers of batches, one that has ended its epoch stops there."""
     ranks = sum(map(int, nodes.split(",")))
-    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path), "TEST_UNEVEN": uneven}
+    env = {"RING_VIRTUAL_NODES": nodes, "TEST_PATH": str(tmp_path), "TEST_UNEVEN": uneven, "TEST_DELAY": str(delay)}
     result = run_ranks(STOPPED, ranks, "exported", env=env, timeout=200)
     assert result.values("ended") == ["SIGTERMException"] * ranks
     assert result.values("equal") == [True] * ranks
     assert all(result.values("saved"))
-    assert result.values("steps")[0] == 8
+    assert result.values("steps")[0] == 8 + delay

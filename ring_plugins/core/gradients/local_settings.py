@@ -132,6 +132,7 @@ class Settings(NamedTuple):
         fragments: int,
         compression: Compression | None,
         steps: int | None = None,
+        delay: int = 0,
     ) -> Settings | None:
         """As `checked`, of a `caller` that averages in every step unless `sync_every` is given: None then.
 
@@ -139,10 +140,10 @@ class Settings(NamedTuple):
             ArgumentError: as `checked`, or an argument needs `sync_every`.
         """
         if sync_every is not None:
-            return cls.checked(sync_every, outer, fragments, compression, steps, "sync_every")
-        if outer != "average" or fragments != 1:
-            name, value = ("outer", outer) if outer != "average" else ("fragments", fragments)
-            raise ArgumentError(f"{caller}({name}={value!r}) needs sync_every, such as sync_every=64.")
+            return cls.checked(sync_every, outer, fragments, compression, steps, "sync_every", delay)
+        for name, value, without in (("outer", outer, "average"), ("fragments", fragments, 1), ("delay", delay, 0)):
+            if value != without:
+                raise ArgumentError(f"{caller}({name}={value!r}) needs sync_every, such as sync_every=64.")
         return None
 
     def misfit(self, exchanges: float) -> str:
