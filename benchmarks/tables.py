@@ -18,8 +18,7 @@ from between_hosts import limit
 from kills import kept
 from measure import load
 
-from ring_plugins.planning import parse, predict, remedies
-from ring_plugins.planning.profile import from_costs
+from ring_plugins.planning import parse, predict, remedies, typical
 
 #: The share of a step that may wait for the network before compression, and before local updates are recommended.
 ENOUGH, TOO_MUCH = 0.15, 0.5
@@ -205,8 +204,7 @@ def network_needs() -> str:
     """By `ring plan`'s model: the share of a step of 250 ms that waits for the network, and what brings it down."""
     rows = []
     for million in (1, 10, 100):
-        layers = [(f"layer {index}", million * 125_000, 1.0) for index in range(8)]
-        profile = from_costs(f"{million} million", 1, layers, 0.25, "a step of 250 ms")
+        profile = typical(million)
         for hosts in (2, 8):
             cells = [f"{million} million, {hosts} hosts"]
             for gigabits in (0.1, 1, 10):

@@ -6,6 +6,7 @@ import json as json_module
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,11 +24,22 @@ def doctor(
     json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, for scripts and bug reports.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="In a job: the model to advise on, one that `ring plan --model` knows."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="In a job: your own model, a file that `ring_plugins.planning.measure(..., file=...)` wrote."
+        ),
+    ] = None,
 ) -> None:
     """Check this host, or all hosts of a job and the links between them.
 
     Outside a job it checks this host: packages, MPI, NCCL, GPUs, cores, memory, networks, limits and settings. Under
-    `ring run`, `mpirun` or `torchrun` it also measures every pair of hosts and all-reduce, and compares the ranks.
+    `ring run`, `mpirun` or `torchrun` it also measures every pair of hosts and all-reduce, compares the ranks, and says
+    what share of a step a model would wait for the network, and what makes that less.
 
     The exit status is 0 if nothing is wrong, 1 after warnings, 2 after errors.
 
@@ -36,14 +48,23 @@ def doctor(
     * `ring doctor`
     * `ring doctor --json > report.json`
     * `ring run -H node1:4,node2:4 ring doctor`
+    * `ring run -H node1:4,node2:4 ring doctor --profile mine.json`
     * `mpirun -n 4 --hostfile hosts ring doctor`
     """
     from rich.console import Console
 
     import ring_plugins as ring
+    from ring_plugins.core.base.errors import ArgumentError
     from ring_plugins.core.rendezvous import detect
     from ring_plugins.doctor import Severity, examine_host, examine_job, status
+    from ring_plugins.planning import Profile, reference
 
+    if model is not None and profile is not None:
+        raise typer.BadParameter("give either --model or --profile.")
+    try:
+        what = reference(model) if model is not None else Profile.load(profile) if profile is not None else None
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
     examination, is_job = None, not detect().launcher.is_none
     if is_job:
         ring.init(on_failure="end")  # whatever the job to come does: pairs of hosts are groups, which do not heal
@@ -54,7 +75,7 @@ def doctor(
             name = socket.gethostname()
             problems = [replace(one, check=f"{name}: {one.check}") for one in findings if one.severity > Severity.FINE]
             hosts = [finding for part in ring.all_gather_object(problems) for finding in part]
-            examination = examine_job(progress.update)
+            examination = examine_job(what, progress.update)
             findings = [*examination.findings, *hosts]
     if is_first and json:
         record = examination.record() if examination is not None else {}

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from ring_plugins.planning import Network, Prediction, Profile
 
 
-#: Share of a step from which on options for slow networks are worth a line.
-_SLOW = 0.05
-
-
 def plan(
     model: Annotated[
         str | None,
@@ -82,6 +78,7 @@ def plan(
     from ring_plugins.core.base.errors import ArgumentError
     from ring_plugins.planning import (
         Profile,
+        advice,
         counts,
         default_sizes,
         needed_gigabits,
@@ -103,7 +100,7 @@ def plan(
     sizes = default_sizes(between)
     predictions = [predict(what, between, n, per_host, sizes, overlap=overlap) for n in counts(ranks)]
     needed = {n: needed_gigabits(what, between, n, per_host, target, sizes, overlap) for n in counts(ranks)}
-    better = remedies(what, between, predictions[-1].ranks, per_host, overlap)
+    most = predictions[-1].ranks, per_host, overlap
     if json:
         finite = {count: None if math.isinf(rate) else rate for count, rate in needed.items()}  # JSON has no infinity
         record = {
@@ -116,11 +113,11 @@ def plan(
                 {**asdict(one), "efficiency": one.efficiency, "needed_gigabits": finite[one.ranks]}
                 for one in predictions
             ],
-            "remedies": {name: asdict(one) for name, one in better.items()},
+            "remedies": {name: asdict(one) for name, one in remedies(what, between, *most).items()},
         }
         print(json_module.dumps(record, indent=1))
     else:
-        _print(what, between, per_host, predictions, needed, target, better)
+        _print(what, between, per_host, predictions, needed, target, advice(what, between, *most))
     if png is not None:
         from ring_plugins.planning.drawing import draw_scaling
 
@@ -138,7 +135,7 @@ def _print(
     predictions: list[Prediction],
     needed: dict[int, float],
     target: float,
-    better: dict[str, Prediction],
+    advised: str,
 ) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
@@ -193,9 +190,5 @@ def _print(
         console.print(
             f"{most.ranks:,} ranks reach {most.efficiency:.1%}; {target:.0%} would need {rate:.3g} Gbit/s per host."
         )
-    if better and most.exposed_share > _SLOW:
-        shares = ", ".join(f"with {name} {one.exposed_share:.0%}" for name, one in better.items())
-        console.print(
-            f"{most.ranks:,} ranks would wait for this network in {most.exposed_share:.0%} of each step; {shares}: "
-            "docs/slow_networks.md."
-        )
+    if advised:
+        console.print(advised)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ring_plugins.doctor.findings import Finding, error, fine, warning
 from ring_plugins.doctor.gpus import DRIVER
 from ring_plugins.doctor.host import Facts, own_facts
 from ring_plugins.doctor.links import Link, measure_links
+from ring_plugins.planning import Profile, advice, fitted, typical
 
 _SIZES = tuple(1 << shift for shift in (6, 10, 14, 18, 20, 22, 24))
 _SECONDS_PER_SIZE = 0.4
@@ -29,8 +31,8 @@ _SECONDS_PER_SIZE = 0.4
 _SHARE = 0.5
 #: Gbit/s that a single TCP connection reaches on any current machine. Faster cards are expected to reach only this.
 _TCP = 10.0
-#: Gbit/s below which fewer bits or fewer exchanges make most jobs faster, and how many times faster at most.
-_SLOW_NETWORK, _MOST_COMPRESSED = 5.0, 4
+#: The model of which a report speaks if it is given none, in million parameters: most gain there below 5 Gbit/s.
+_TYPICAL = 10
 #: Microseconds. No network inside a data center takes longer for a small message.
 _SLOW_MESSAGE = 1000.0
 #: Milliseconds.
@@ -73,10 +75,13 @@ class Examination:
         }
 
 
-def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Examination:
+def examine_job(
+    profile: Profile | None = None, show_progress: Callable[[str], None] = lambda text: None
+) -> Examination:
     """Examine all ranks of the running job and the links between them. Collective; takes about ten seconds.
 
     Args:
+        profile: of the model that is to be trained, equal on all ranks; None for a typical one.
         show_progress: called with a description of each stage.
 
     Returns:
@@ -95,6 +100,7 @@ def examine_job(show_progress: Callable[[str], None] = lambda text: None) -> Exa
     findings = [
         *check_placement(facts, links, costs),
         *check_links(facts, links),
+        *check_network(facts, curve, profile),
         *check_host_names(facts),
         *check_agreement(facts),
     ]
@@ -311,30 +317,33 @@ def check_links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
         if not (one.kernel == other.kernel and len(one.cores) == 1 and one.cores == other.cores):
             found += _slow_message(link)  # else `check_placement` names the cause
     rates = [rate for link in links for rate in link.gigabits]
-    found = found or [
+    return found or [
         fine(
             "links",
             f"{len(links)} pair{'s' if len(links) > 1 else ''} of hosts: {min(rates):.2f} to {max(rates):.2f} Gbit/s, "
             f"small messages in up to {max(link.microseconds for link in links):.0f} µs",
         )
     ]
-    return [*found, *_slow_network(min(rates), len(first))]
 
 
-def _slow_network(gigabits: float, hosts: int) -> Iterator[Finding]:
-    """Say what a step waits for at the slowest rate, and what would make that less."""
-    if gigabits >= _SLOW_NETWORK:
-        return
-    seconds = 2 * (hosts - 1) / hosts * 0.1 * 8 / gigabits
-    yield fine(
-        "network",
-        f"at {gigabits:.2f} Gbit/s, 100 MB of gradients take {seconds:.1f} s in each step",
-        f'compression="auto" makes that up to {_MOST_COMPRESSED} times shorter, local updates exchange less often '
-        "(docs/slow_networks.md); `ring plan --network "
-        f"{gigabits * 1e3:.0f}mbit --transport ring` says what is left for your model.",
-        gigabits=gigabits,
-        seconds=seconds,
-    )
+def check_network(facts: Sequence[Facts], curve: Curve, profile: Profile | None) -> list[Finding]:
+    """Say what a step waits for on the network that was measured, and what would make that less.
+
+    Args:
+        facts: of all ranks.
+        curve: of all-reduces among them.
+        profile: of the model; None for a typical one.
+    """
+    hosts = Counter(fact.node for fact in facts)
+    if len(hosts) < 2:
+        return []
+    points = [(nbytes, times[name].median) for nbytes, times in curve.times.items() for name in times]
+    network = fitted("measured", points, len(facts), len(hosts))
+    said = advice(profile or typical(_TYPICAL), network, len(facts), max(hosts.values()), overlap=False)
+    if not said:
+        return []
+    own = "" if profile is not None else "`ring doctor --profile` says it of your model."
+    return [fine("network", said, own, gigabits=network.gigabits)]
 
 
 def _slow_link(link: Link, links: Sequence[Link], first: dict[int, Facts]) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Predict how training scales, as `ring plan` does, and `measure` your own models."""
 
-from ring_plugins.planning.models import REFERENCES, reference
+from ring_plugins.planning.models import REFERENCES, reference, typical
 from ring_plugins.planning.profile import Gradient, Profile, measure
 from ring_plugins.planning.simulation import (
     PRESETS,
@@ -8,8 +8,10 @@ from ring_plugins.planning.simulation import (
     Network,
     Prediction,
     TransportModel,
+    advice,
     counts,
     default_sizes,
+    fitted,
     needed_gigabits,
     parse,
     predict,
@@ -25,12 +27,15 @@ __all__ = [
     "Prediction",
     "Profile",
     "TransportModel",
+    "advice",
     "counts",
     "default_sizes",
+    "fitted",
     "measure",
     "needed_gigabits",
     "parse",
     "predict",
     "reference",
     "remedies",
+    "typical",
 ]

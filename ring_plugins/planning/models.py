@@ -153,6 +153,12 @@ REFERENCES = {
 }
 
 
+def typical(million: int) -> Profile:
+    """A model of so many million parameters in eight equal layers, with a step of 250 ms."""
+    layers = [(f"layer {index}", million * 125_000, 1.0) for index in range(8)]
+    return from_costs(f"a model of {million} million parameters and 250 ms a step", 1, layers, 0.25, "assumed")
+
+
 def reference(name: str, rate: float | None = None) -> Profile:
     """The profile of a reference model.
 

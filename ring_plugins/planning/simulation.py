@@ -60,6 +60,10 @@ TRANSPORTS = {
 #: By codec, the share of the bytes that travel, and seconds to round a byte of gradients, on all its ways through a
 #: host (benchmarks/compression.py at 10 Gbit/s). Rounding goes on while other pieces travel.
 _COMPRESSION = {"bf16": (0.5, 0.85e-9), "int8": (17 / 64, 1.4e-9)}
+#: Transports of GPUs, whose exchanges of weights go through host memory.
+_OF_GPUS = ("rdma", "tcp")
+#: Share of a step from which on options for slow networks are worth a line.
+_SLOW = 0.05
 #: Rates in Gbit/s of networks that have names.
 PRESETS = {
     "gigabit": 1.0,
@@ -81,7 +85,7 @@ class Network:
         name: for display.
         gigabits: rate of a host's link in Gbit/s.
         transport: model of the transport that uses it.
-        compression: what gradients are rounded to between hosts, "bf16" or "int8"; of two levels only.
+        compression: what gradients are rounded to between hosts, "bf16" or "int8"; "bf16" between GPUs.
     """
 
     name: str
@@ -109,7 +113,8 @@ class Network:
             return inside + _hops(hosts) * t.alpha + between
         hops = hosts * t.alpha + (ranks - hosts) * t.local_alpha
         share = 2 * (ranks - 1) / ranks
-        return share * hops + share * nbytes / min(rate, local_rate)
+        sent = nbytes * (_COMPRESSION[self.compression][0] if self.compression else 1.0)  # GPUs round fast
+        return share * hops + share * sent / min(rate, local_rate)
 
     def inside(self, gbytes: float) -> Network:
         """The same network, with `gbytes` GB/s inside each host."""
@@ -314,20 +319,22 @@ def needed_gigabits(
 def remedies(
     profile: Profile, network: Network, ranks: int, per_host: int = 1, overlap: bool = True, every: int = 64
 ) -> dict[str, Prediction]:
-    """What the options for slow networks would make of a step, by option; none but between hosts of two levels.
+    """What the options for slow networks would make of a step, by option; none on one host, and none over MPI.
 
     Args:
         every: steps from one exchange of local updates to the next.
         profile, network, ranks, per_host, overlap: as for `predict`.
     """
-    if ranks <= per_host or not network.transport.two_level:
+    is_on_gpus = network.transport in [TRANSPORTS[name] for name in _OF_GPUS]
+    if ranks <= per_host or not (network.transport.two_level or is_on_gpus):
         return {}
     codecs = [
         predict(profile, replace(network, compression=name), ranks, per_host, overlap=overlap)
-        for name in (None, *_COMPRESSION)
+        for name in (["bf16"] if is_on_gpus else [None, *_COMPRESSION])
     ]
     inside = predict(profile, network, per_host, per_host, overlap=overlap)
-    exchange = network.all_reduce(profile.nbytes, ranks, per_host) / every
+    between = replace(network, transport=TRANSPORTS["ring"]) if is_on_gpus else network
+    exchange = between.all_reduce(profile.nbytes, ranks, per_host) / every
     waiting = codecs[0].waiting
     local = replace(
         inside,
@@ -337,7 +344,27 @@ def remedies(
         exposed=inside.exposed + exchange,
         communication=inside.communication + exchange,
     )
-    return {'compression="auto"': min(codecs, key=lambda one: one.step), f"local updates every {every} steps": local}
+    codec = "bf16" if is_on_gpus else "auto"
+    return {f'compression="{codec}"': min(codecs, key=lambda one: one.step), f"sync_every={every}": local}
+
+
+def advice(profile: Profile, network: Network, ranks: int, per_host: int = 1, overlap: bool = True) -> str:
+    """A line that says what a step waits for, and what would make that less; "" where that is little.
+
+    Args:
+        profile, network, ranks, per_host, overlap: as for `predict`.
+    """
+    now, better = (
+        predict(profile, network, ranks, per_host, overlap=overlap),
+        remedies(profile, network, ranks, per_host, overlap),
+    )
+    if not better or now.exposed_share <= _SLOW:
+        return ""
+    shares = ", ".join(f"with {name} {one.exposed_share:.0%}" for name, one in better.items())
+    return (
+        f"This network moves {network.gigabits:.2g} Gbit/s: {profile.name} on {ranks:,} ranks would wait for it in "
+        f"{now.exposed_share:.0%} of each step, {shares} (docs/slow_networks.md)."
+    )
 
 
 def counts(most: int) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """`ring doctor`: on this host, in a job, and on misconfigured test hosts."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -53,7 +54,9 @@ def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
         command = [find_mpirun(), "-H", ",".join(cluster.hosts), "--map-by", "ppr:1:node:oversubscribe"]
         command += ["--bind-to", "core", "--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm", "-n", "2", sys.executable]
-        result = cluster.start(command, DOCTOR, 2, ["doctor", "--json"]).run(timeout=180, check=False)
+        result = cluster.start(command, DOCTOR, 2, ["doctor", "--json", "--model", "vgg-16"]).run(
+            timeout=180, check=False
+        )
     assert result.returncode == 2, result
     report = json.loads(result.stdout)
     found = findings(report)
@@ -63,6 +66,12 @@ def test_two_hosts_on_one_core_over_a_slow_link_with_a_name_that_is_loopback():
     slow = found["links", "warning"]
     assert max(slow["evidence"]["gigabits"]) < 1.0
     assert "of the 10 Gbit/s that host" in slow["summary"]
+    advised = found["network", "fine"]["summary"]
+    assert re.match(
+        r"This network moves 0\.[6-9]\d* Gbit/s: vgg-16 on 2 ranks would wait for it in \d\d% of each step, with "
+        r'compression="auto" \d\d%, with sync_every=64 \d\d?% \(docs/slow_networks\.md\)\.$',
+        advised,
+    ), advised
     assert "resolves to 127.0.1.1, a loopback address" in found["host names", "warning"]["summary"]
     (link,) = report["links"]
     assert link["interfaces"] == ["eth0", "eth0"]

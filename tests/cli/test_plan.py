@@ -40,10 +40,12 @@ def test_a_slow_network_gets_a_line_with_what_helps():
     arguments = ["plan", "--model", "resnet-50", "--network", "100mbit", "--transport", "ring", "-n", "16"]
     said = " ".join(CliRunner().invoke(app, arguments).output.split())
     assert re.search(
-        r'16 ranks would wait for this network in \d+% of each step; with compression="auto" \d+%, '
-        r"with local updates every 64 steps \d+%: docs/slow_networks.md\.",
+        r"This network moves 0\.1 Gbit/s: resnet-50 on 16 ranks would wait for it in \d+% of each step, with "
+        r'compression="auto" \d+%, with sync_every=64 \d+% \(docs/slow_networks\.md\)\.',
         said,
     ), said
+    gpus = " ".join(CliRunner().invoke(app, ["plan", "--model", "resnet-50", "--network", "1gbit"]).output.split())
+    assert re.search(r'with compression="bf16" \d+%, with sync_every=64 \d+%', gpus), gpus
     arguments[4] = "1000gbit"
     assert "would wait" not in CliRunner().invoke(app, arguments).output
 

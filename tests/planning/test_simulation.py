@@ -58,9 +58,12 @@ def test_fewer_bits_and_fewer_exchanges_help_on_slow_networks():
     assert fast.exposed == pytest.approx(2 * 0.85e-3, rel=1e-3)  # half the bytes take 0.5 ms, rounding them 0.85
     slow = remedies(mine, flat(gigabits=0.8), 2, overlap=False, every=10)
     assert slow['compression="auto"'].exposed == pytest.approx(2 * 0.010 * 17 / 64, rel=1e-3)
-    assert slow["local updates every 10 steps"].exposed == pytest.approx(2 * 0.010 / 10, rel=1e-3)
+    assert slow["sync_every=10"].exposed == pytest.approx(2 * 0.010 / 10, rel=1e-3)
     assert remedies(mine, flat(), 2, per_host=2) == {}
-    assert remedies(mine, Network("rdma", 8.0, TRANSPORTS["rdma"]), 2) == {}
+    assert remedies(mine, Network("MPI", 8.0, TRANSPORTS["cpu"]), 2) == {}
+    gpus = remedies(mine, Network("tcp", 0.8, TRANSPORTS["tcp"]), 2, overlap=False, every=10)
+    assert gpus['compression="bf16"'].exposed == pytest.approx(0.010 / 0.52 + 2 * 30e-6 * 2, rel=1e-2)
+    assert gpus["sync_every=10"].exposed == pytest.approx(2 * 0.010 / 0.9 / 10, rel=2e-2)
 
 
 def test_buckets_are_reduced_one_at_a_time_in_order():
