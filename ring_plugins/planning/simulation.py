@@ -85,7 +85,7 @@ class Network:
         name: for display.
         gigabits: rate of a host's link in Gbit/s.
         transport: model of the transport that uses it.
-        compression: what gradients are rounded to between hosts, "bf16" or "int8"; "bf16" between GPUs.
+        compression: what gradients are rounded to between hosts, "bf16" or "int8"; "bf16" in one ring over all ranks.
     """
 
     name: str
@@ -328,14 +328,16 @@ def remedies(
     is_on_gpus = network.transport in [TRANSPORTS[name] for name in _OF_GPUS]
     if ranks <= per_host or not (network.transport.two_level or is_on_gpus):
         return {}
-    codecs = [
-        predict(profile, replace(network, compression=name), ranks, per_host, overlap=overlap)
-        for name in (["bf16"] if is_on_gpus else [None, *_COMPRESSION])
-    ]
-    inside = predict(profile, network, per_host, per_host, overlap=overlap)
     between = replace(network, transport=TRANSPORTS["ring"]) if is_on_gpus else network
+    ways = {"bf16": network, "int8": between} if is_on_gpus else {None: network, "bf16": network, "int8": network}
+    steps = {
+        name: predict(profile, replace(way, compression=name), ranks, per_host, overlap=overlap)
+        for name, way in ways.items()
+    }
+    best = min(steps, key=lambda name: steps[name].step)
+    inside = predict(profile, network, per_host, per_host, overlap=overlap)
     exchange = between.all_reduce(profile.nbytes, ranks, per_host) / every
-    waiting = codecs[0].waiting
+    waiting = steps[best].waiting
     local = replace(
         inside,
         ranks=ranks,
@@ -344,8 +346,7 @@ def remedies(
         exposed=inside.exposed + exchange,
         communication=inside.communication + exchange,
     )
-    codec = "bf16" if is_on_gpus else "auto"
-    return {f'compression="{codec}"': min(codecs, key=lambda one: one.step), f"sync_every={every}": local}
+    return {f'compression="{best if is_on_gpus else "auto"}"': steps[best], f"sync_every={every}": local}
 
 
 def advice(profile: Profile, network: Network, ranks: int, per_host: int = 1, overlap: bool = True) -> str:

@@ -65,14 +65,20 @@ def named_parameters(model: nn.Module | Sequence[Named]) -> Iterable[Named]:
 
 
 def communicator_for(
-    named: Iterable[tuple[str, torch.Tensor]], purpose: str = "gradients", group: Group | None = None
+    named: Iterable[tuple[str, torch.Tensor]],
+    purpose: str = "gradients",
+    group: Group | None = None,
+    compression: Compression | None = None,
 ) -> Communicator[Any]:
     """A new communicator, with a name of its own, for the device that the parameters are on; collective.
+
+    Where NCCL cannot round as `compression` says, and there are several hosts, it is one for memory of the host.
 
     Args:
         named: (name, parameter) pairs.
         purpose: begins its name.
         group: whose ranks it connects, by default all.
+        compression: of what it reduces.
 
     Raises:
         ArgumentError: they are on several devices, or on one that is neither CPU nor CUDA.
@@ -94,34 +100,48 @@ def communicator_for(
     members = current() if group is None else group
     if (current().topology.size if group is None else group.size) == 1:
         return members.new_communicator(purpose)
-    own = example.device.type, _made.get(purpose, 0)
-    kinds, made = zip(*members.communicator.all_gather_object(own, f"new communicator for {purpose}"), strict=True)
+    is_rounded = is_on_gpu(example) and compression is not None and compression.needs_host
+    kind = f"{example.device.type}, {compression}" if is_rounded else example.device.type
+    told = members.communicator.all_gather_object(
+        (kind, _made.get(purpose, 0), node_rank()), f"new communicator for {purpose}"
+    )
+    kinds, made, nodes = zip(*told, strict=True)
     _made[purpose] = number = max(made) + 1
     name = purpose if number == 1 else f"{purpose} {number}"
     if len(set(kinds)) > 1:
         raise MismatchError(
             f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
         )
-    if not is_on_gpu(example):
+    if not is_on_gpu(example) or (is_rounded and len(set(nodes)) > 1):
         return members.new_communicator(name)
     return members.new_device_communicator(name, index_of(example), streams(index_of(example)))
 
 
+def streams_of(named: Iterable[tuple[str, torch.Tensor]]) -> TorchStreams | None:
+    """The streams of the GPU that the parameters are on; None for the host."""
+    own = next((index_of(parameter) for _, parameter in named if is_on_gpu(parameter)), None)
+    return None if own is None else streams(own)
+
+
 def compression_between(
-    communicator: Communicator[Any], name: str | None, error_feedback: bool | None
+    communicator: Communicator[Any], wanted: Compression | None, streams: TorchStreams | None
 ) -> Compression | None:
-    """The compression that a user asks for, as of `Compression.named`; between GPUs "auto" is none.
+    """What `communicator_for` makes of a compression: NCCL tries none, and those of 8 bits apply between hosts only.
+
+    Args:
+        communicator: made for it.
+        wanted: as the user asks.
+        streams: of the GPU with the gradients.
 
     Raises:
-        ArgumentError: it is unknown, or would be chosen in the first steps, which a process that joins has not seen; or
-            between GPUs of a job that goes on when ranks are lost.
+        ArgumentError: it would be chosen in the first steps, which a process that joins has not seen; or gradients are
+            on GPUs of a job that goes on when ranks are lost.
     """
-    wanted = Compression.named(name, error_feedback)
-    if isinstance(communicator, DeviceCommunicator):
-        if name == AUTO:
-            return None
-        if wanted is not None and communicator.recovers:
-            current().refuse_to_recover("compression of gradients between GPUs")
+    is_own = wanted is not None and (wanted.name == AUTO or wanted.needs_host)  # not NCCL's
+    if isinstance(communicator, DeviceCommunicator) and is_own:
+        return None
+    if wanted is not None and streams is not None and communicator.recovers and communicator.size > 1:
+        current().refuse_to_recover("compression of gradients between GPUs")
     check_tried(wanted)
     return wanted
 
@@ -167,6 +187,12 @@ class BucketSets:
         self.sparse = set[nn.Parameter]()
         if isinstance(model, nn.Module) and gathers_sparse:
             self.sparse = sparse_parameters(model)
+        is_hosted = streams is None and compression is not None and compression.needs_host and communicator.size > 1
+        if is_hosted and any(map(is_on_gpu, self.sparse)):
+            raise ArgumentError(
+                f"gradients {compression} travel through memory of the host, where those of GPUs cannot be gathered as "
+                'sparse rows: pass sparse="densify", or compression="bf16".'
+            )
         if self.sparse and communicator.recovers:
             current().refuse_to_recover('gathering sparse gradients (sparse="densify" works)')
         kind = type(model).__name__ if isinstance(model, nn.Module) else f"{len(model)} parameters"

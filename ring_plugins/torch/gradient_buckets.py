@@ -55,7 +55,7 @@ from ring_plugins.torch.changes import Claim, Replaced
 from ring_plugins.torch.compared_options import options_error
 from ring_plugins.torch.consistency import TorchChecks, samples_checksum
 from ring_plugins.torch.device import index_of, is_capturing, is_on_gpu, streams
-from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets
+from ring_plugins.torch.device_buckets import DeviceBuckets, HalfBuckets, HostedBuckets, through_host
 from ring_plugins.torch.sparse import average_mixed, average_sparse
 from ring_plugins.torch.tensor_memory import (
     check_plain,
@@ -178,18 +178,19 @@ class GradientBuckets:
         entry_of = {position: entry for entry, position in enumerate(positions)}
         self.entries = [entry_of.get(position, -1) for position in range(len(named))]
         self.names, self.parameters = [named[i][0] for i in positions], [named[i][1] for i in positions]
-        entries = [_entry(*named[position], gpu, compression) for position in positions]
+        own = through_host(self.parameters, communicator, compression) if gpu is None else gpu
+        entries = [_entry(*named[position], own, compression) for position in positions]
         self._forms = [(gradient_dtype(parameter), parameter.shape) for parameter in self.parameters]
         # Where there are copies in 16 bits, NCCL reduces those, so registering the buckets would gain nothing.
         self._is_registered = gpu is not None and compression is None and config.NCCL_REGISTER.get()
-        if self._is_registered:
+        if self._is_registered or own != gpu:
             sizes = sizes._replace(direct_bytes=None)  # large gradients too: one pointer for each bucket
         self.plan = FusionPlan(
             entries, sizes, control=_CONTROL, order=None if order is None else self._entries_of(order)
         )
         self.plan.check_equal(communicator)
         self.trained, self._trained_checksum = _described(named, trained, self.plan)
-        self._half: HalfBuckets | None = None  # between GPUs; elsewhere the communicator rounds
+        self._half: HalfBuckets | HostedBuckets | None = None  # on GPUs; elsewhere the communicator rounds
         self._buffer, self._tensors = self._allocate(compression)
         self.views: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._gradients: list[torch.Tensor] = []
@@ -205,10 +206,10 @@ class GradientBuckets:
             for i, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 if i not in bucket.direct:
                     self.views[i] = view_of(tensor, offset, self.parameters[i])
-        #: By entry the memory that receives the average of a gradient that this rank does not have in this pass.
-        self._absent: dict[int, torch.Tensor] = {}
+        #: By entry the memory that receives the average of a gradient that this rank does not have in this pass; and
+        #: entries whose gradients were found to be sparse in it.
+        self._absent, self._found_sparse = dict[int, torch.Tensor](), set[int]()
         self._small = [_Small(bucket, self.parameters, self.views) for bucket in self.plan.buckets]
-        self._found_sparse: set[int] = set()  # entries, in this pass
         self._usual_tails = [torch.ones_like(tail) for tail in self._tails]
         self._control, self._usual_control = self._tails[-1][-_CONTROL:], self._usual_tails[-1][-_CONTROL:].zero_()
         self._written_number: int | None = None  # of `_checks`, there
@@ -237,10 +238,14 @@ class GradientBuckets:
         if not isinstance(self._communicator, DeviceCommunicator):
             host = FusionBuffer(self.plan, self._communicator)
             arrays = [memory.array for memory in host.memories]
-            return host, [
+            tensors = [
                 torch.frombuffer(array, dtype=getattr(torch, bucket.dtype))
                 for bucket, array in zip(self.plan.buckets, arrays, strict=True)
             ]
+            if through_host(self.parameters, self._communicator, compression) is None:
+                return host, tensors
+            self._half = HostedBuckets(self.plan, tensors, self.parameters[0].device)
+            return host, self._half.tensors
         device = self.parameters[0].device if self.parameters else None
         on_gpu = DeviceBuckets(self.plan, device, self._communicator if self._is_registered else None)
         if compression is None:
@@ -278,8 +283,8 @@ class GradientBuckets:
         Returns:
             The memory of the direct gradients.
         """
-        if self._streams is not None:
-            self._streams.catch_up()
+        if (on_gpu := self._streams or self._half) is not None:
+            on_gpu.catch_up()
         small = self._small[bucket.index]
         if list(map(_address, small.views)) != small.addresses:  # a script has given `p.grad.data` other memory
             small = self._renewed(bucket)
@@ -505,10 +510,11 @@ class GradientBuckets:
 
     def _densified(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient as a dense one; None if it is to stay sparse, which is only noted."""
-        if self._gathers_sparse and self._recovers:
+        is_hosted = isinstance(self._half, HostedBuckets)
+        if self._gathers_sparse and (self._recovers or is_hosted):
+            what = "compression in 8 bits between GPUs" if is_hosted else "on_failure='continue'"
             raise ArgumentError(
-                f"the gradient of {self.names[i]} is sparse, which on_failure='continue' does not support: pass "
-                "sparse='densify'."
+                f"the gradient of {self.names[i]} is sparse, which {what} does not support: pass sparse='densify'."
             )
         if self._gathers_sparse:
             self._found_sparse.add(i)

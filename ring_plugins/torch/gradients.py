@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ring_plugins.core.arrays.codec import CodecName
+from ring_plugins.core.arrays.codec import CodecName, Compression
 from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError, StepSkipped
 from ring_plugins.core.base.log import logger
@@ -49,6 +49,7 @@ from ring_plugins.torch.bucket_sets import (
     compression_between,
     named_parameters,
     requires_grad,
+    streams_of,
 )
 from ring_plugins.torch.changes import Claim, DroppedAverager, rejection, still_there
 from ring_plugins.torch.compared_options import Groups
@@ -90,13 +91,14 @@ class GradientAverager:
         autotune: whether to try other bucket sizes in the first steps and keep the fastest; as RING_AUTOTUNE says by
             default. Rank 0's choice counts. A process with several averagers in host memory tries none.
         compression: "fp16" or "bf16" sends float32 and float64 gradients in 16 bits: between hosts on the CPU (exact
-            inside a host), and between all GPUs. "int8" sends them in 8, between hosts on the CPU only. "auto" tries
-            none, "bf16" and "int8" in about the first 100 steps on the CPU, and keeps what makes steps shortest.
+            inside a host), and between all GPUs. "int8" sends them in 8 between hosts; those of GPUs go through memory
+            of the host then. "auto" tries none, "bf16" and "int8" in about the first 100 steps on the CPU, and keeps
+            what makes steps shortest.
         error_feedback: whether the rounding error of a step is added to the next; None: with "int8" only. "auto" does
             not try "int8" with False.
         overlap: True averages while backward still runs, False when it is over, in the thread that called it. "auto"
             does as RING_OVERLAP says, and by default tries both in the first steps and keeps the faster. Rank 0's
-            choice counts. On GPUs it is always True.
+            choice counts. On GPUs it is always True, unless their gradients go through memory of the host.
         communicator: reduces the gradients; by default a new one over all ranks, for the parameters' device.
             Nothing else may use it. If one is given, gradients go through it even if it has only one rank, which
             shows what averaging costs without a peer; otherwise a single rank gets no hooks.
@@ -141,9 +143,10 @@ class GradientAverager:
                 )
             sizes = BucketSizes(bucket_bytes, first_bucket_bytes).checked()
             chosen_overlap(overlap)
+            wanted, own = Compression.named(compression, error_feedback), streams_of(named_parameters(model))
             #: What reduces the gradients.
             self.communicator: Communicator[Any] = communicator or communicator_for(
-                named_parameters(model), group=group
+                named_parameters(model), group=group, compression=wanted
             )
             #: Of the job, of whose end passes tell; none where threads of one process are the ranks.
             self._elastic: Any = (
@@ -155,9 +158,9 @@ class GradientAverager:
                     current().refuse_to_recover("autotuning of bucket sizes (autotune=True, RING_AUTOTUNE=1)")
                 recovers = self.communicator.recovers
                 self._recovery: RecoveryCheck | None = RecoveryCheck(self.communicator) if recovers else None
-                codec = compression_between(self.communicator, compression, error_feedback)
-        gpu = self.communicator.device if isinstance(self.communicator, DeviceCommunicator) else None
-        self._streams = None if gpu is None else streams(gpu)
+                codec = compression_between(self.communicator, wanted, own)
+        #: Of a GPU whose gradients NCCL reduces.
+        self._streams = streams(self.communicator.device) if isinstance(self.communicator, DeviceCommunicator) else None
         self._buckets: GradientBuckets | None = None  # of the current pass; None if there is only one rank
         self._tuner: BucketTuner | None = None
         # The last is the number of the last change when a look has found nothing unusual.
@@ -165,7 +168,7 @@ class GradientAverager:
         self._accumulates, self._synchronizes, self._has_told_of_graphs = False, True, False
         #: What it knows of gradients that are not averaged.
         self.own = OwnGradients(self)
-        self._hooks = Hooks(self, next(_order), self._streams)
+        self._hooks = Hooks(self, next(_order), own)
         self._sets = BucketSets(
             *(model, self.communicator, self._hooks, self._streams, sizes, codec),
             gathers_sparse=sparse == "gather",

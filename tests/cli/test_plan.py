@@ -45,7 +45,7 @@ def test_a_slow_network_gets_a_line_with_what_helps():
         said,
     ), said
     gpus = " ".join(CliRunner().invoke(app, ["plan", "--model", "resnet-50", "--network", "1gbit"]).output.split())
-    assert re.search(r'with compression="bf16" \d+%, with sync_every=64 \d+%', gpus), gpus
+    assert re.search(r'with compression="int8" \d+%, with sync_every=64 \d+%', gpus), gpus
     arguments[4] = "1000gbit"
     assert "would wait" not in CliRunner().invoke(app, arguments).output
 

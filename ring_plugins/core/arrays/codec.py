@@ -155,6 +155,11 @@ class Compression(NamedTuple):
             raise ArgumentError(f'compression={self.name!r} does not work between GPUs: use "bf16", or leave it out.')
         return found
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether only memory of the host can be rounded so: then gradients of GPUs travel through it."""
+        return self.name != AUTO and not CODECS[self.name].dtype
+
     def applies_to(self, dtype: str) -> bool:
         """Whether it makes memory of this type smaller."""
         return dtype in CODECS[self.name].compresses

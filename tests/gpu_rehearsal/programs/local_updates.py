@@ -1,4 +1,7 @@
-"""`LocalUpdates` on GPUs of ranks that count as several hosts, against one process that simulates the hosts."""
+"""GPUs of ranks that count as several hosts: `LocalUpdates` against one process that simulates the hosts, and 8 bits.
+
+Gradients in 8 bits against those of CPU ranks: the arithmetic is the same, so weights have to be, bit for bit.
+"""
 
 import os
 
@@ -6,7 +9,7 @@ import torch
 from torch import nn
 
 import ring_plugins as ring
-from ring_plugins.torch import LocalUpdates, broadcast_parameters
+from ring_plugins.torch import DistributedOptimizer, LocalUpdates, broadcast_parameters
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
@@ -76,5 +79,39 @@ def simulated() -> torch.Tensor:
     return anchor
 
 
+class Branching(nn.Module):
+    """Of which ranks use another branch in each step, so that some have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branches = network(), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.trunk(x)
+        return y if self.step % 3 == 2 else self.branches[(self.step + rank) % 2](y)
+
+
+def averaged(where: torch.device, codec: str | None, **options: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Branching().to(where)
+    inner = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression=codec, bucket_bytes=256, **options)
+    for model.step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, model.step, rank, where).backward()
+        optimizer.step()
+    report(f"kinds of weights, {codec}, {options}", kinds(model))
+    optimizer.close()
+    return flat(model)
+
+
+cpu = torch.device("cpu")
+exact, rounded = averaged(device, None), averaged(device, "int8")
+report("rounds", not torch.equal(exact, rounded))
+report("off by", float((exact - rounded).abs().max()))
+for options in ({}, {"overlap": True}, {"overlap": False}, {"error_feedback": False}):
+    on_gpu, on_cpu = averaged(device, "int8", **options), averaged(cpu, "int8", **options)
+    report(f"as on CPUs, {options}", torch.equal(on_gpu, on_cpu))
 report("unlike one process", float((trained(None) - simulated()).abs().max()))
 report("unlike, in 8 bits", float((trained("int8") - simulated()).abs().max()))
