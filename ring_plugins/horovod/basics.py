@@ -163,10 +163,11 @@ def join(device: Any = -1) -> int:
         The rank that came last.
 
     Raises:
-        MismatchError: between hosts, another rank is in an operation without a name.
+        MismatchError: another rank is in an operation without a name, between hosts or on GPUs.
     """
     world = current()
     calls, ranks, communicator = world.named_calls, world.world_ranks, world.communicator
+    named.leave_gpus()
     if calls is None:
         came = communicator.all_gather_object(time.time(), named.JOIN)
         return max(range(len(came)), key=lambda rank: (came[rank], rank))

@@ -20,6 +20,7 @@ from ring_plugins.core.base.errors import DeadlockError, MismatchError, RingErro
 from ring_plugins.core.base.threads import HelperThread
 from ring_plugins.core.collectives.api import Work
 from ring_plugins.core.control.named_calls import REFUSED, Match, NamedCalls, NameInUse
+from ring_plugins.core.control.wait import PeerRejected
 from ring_plugins.core.groups import Group, communicator_of
 from ring_plugins.core.job import World
 from ring_plugins.core.world import current
@@ -28,6 +29,13 @@ from ring_plugins.horovod.common.process_sets import group_of
 T = TypeVar("T")
 
 JOIN = "hvd.join"  # what ranks that wait in `join` do, for messages of the others
+
+NAMED = "named operations"  # what their groups are for, and how the names of these begin
+
+_IN_JOIN = (
+    f"it is in {JOIN}(), and counts as zeros on GPUs in named operations only, in no optimizer's averages. Give each "
+    'operation a name, such as hvd.allreduce(x, name="loss"), and ranks with such an optimizer equally many batches'
+)
 
 #: Seconds for which a rank waits for a match before it says that it waits: messages take milliseconds.
 _PATIENCE = 2.0
@@ -46,6 +54,19 @@ def all_have_joined() -> None:
     """Number what ranks call after the next `hvd.join` from 1 again, on all ranks alike."""
     for operations in _operations.get(current(), {}).values():
         operations.numbers = itertools.count(1)
+
+
+def leave_gpus() -> None:
+    """Let GPUs of others raise an error in operations without a name, rather than wait for this rank in `join`.
+
+    Raises:
+        MismatchError: such a rank was in `join` already, or this one's GPU has failed.
+    """
+    executors = [one for one in current().device_executors() if not one.name.startswith(NAMED)]
+    for executor in executors:
+        executor.tell_rejection("operations on GPUs without a name", MismatchError(_IN_JOIN))
+    for executor in executors:  # what comes after `join` would match what is left
+        executor.synchronize()
 
 
 def operations_of(ranks: Sequence[int], rebuild: Callable[[Any], Run | None]) -> NamedOperations | None:
@@ -89,8 +110,9 @@ def in_order_or_by_name(
     try:
         return in_order()
     except MismatchError as error:
-        # On one host, all ranks are in step after it, and make the call again as one that the joined take part in.
-        operations = found() if JOIN in str(error) else None
+        # On one host, all ranks are in step after it, and make the call again as one that the joined take part in. What
+        # a GPU has begun already cannot be made again.
+        operations = found() if JOIN in str(error) and not isinstance(error, PeerRejected) else None
         if operations is None:
             raise
         communicator_of(group_of(process_set)).check()
@@ -236,7 +258,7 @@ class NamedOperations:
     def _make_group(self) -> None:
         try:
             ranks = [self._world.world_ranks.index(rank) for rank in self._ranks]
-            self._group = Group(ranks, purpose="named operations")
+            self._group = Group(ranks, purpose=NAMED)
         except RingError as error:
             with self._lock:
                 for work, _ in self._waiting or ():

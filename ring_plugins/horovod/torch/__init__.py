@@ -220,7 +220,8 @@ def join(device: Any = -1) -> int:  # type: ignore[no-redef]
         The rank that came last.
 
     Raises:
-        MismatchError: between hosts, another rank is in an operation without a name.
+        MismatchError: another rank is in an operation without a name, between hosts or on GPUs, or in averages of an
+            optimizer on GPUs.
     """
     gc.collect()  # what the script has dropped is gone on all ranks then
     # A script that calls ring_plugins.init() has not begun it.
