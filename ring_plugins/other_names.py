@@ -9,6 +9,8 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
+#: Horovod's callback that starts ranks with equal weights.
+HOROVODS_BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"
 #: Names of Horovod's, with what to write instead where the name alone does not tell.
 _HOROVOD = {
     "Adasum": "op=hvd.Average: Adasum does not exist here",
@@ -78,6 +80,12 @@ def no_attribute(module: str, name: str) -> AttributeError:
     if remedy and asks == "_handle_fromlist":  # of importlib, which first sees whether the module has the name
         raise ImportError(f"cannot import name {name!r} from {module!r}{remedy}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}{remedy}", name=name)
+
+
+def as_in_script(ours: str, horovods: str) -> str:
+    """What a script should write: Horovod's name for it, if the script has a module with Horovod's names as `hvd`."""
+    face = getattr(sys.modules.get("__main__"), "hvd", None)
+    return horovods if getattr(face, "__name__", "").startswith("ring_plugins.horovod.") else ours
 
 
 def _remedy(module: str, name: str) -> str:

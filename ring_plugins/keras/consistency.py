@@ -41,6 +41,7 @@ from ring_plugins.observe.consistency import (
     raise_failure_of_gpus,
     what_differs,
 )
+from ring_plugins.other_names import HOROVODS_BROADCAST, as_in_script
 
 #: The class and options of an optimizer, as texts by name; None where they cannot be known.
 Options = dict[str, str] | None
@@ -52,15 +53,19 @@ _LIKELY_CAUSES = (
     "random numbers, or a memory error. Continue from a checkpoint, or broadcast the weights of a rank you trust. "
     f"{SWITCH}"
 )
-_OTHER_STARTS = (
-    "Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks, or call "
-    "ring_plugins.keras.broadcast_variables(model) before the first step, if the ranks began with different weights."
-)
 #: What a callback decides from the numbers that its rank sees, by class.
 _DECISIONS = {
     keras.callbacks.EarlyStopping: ("best_epoch", "stopped_epoch"),
     keras.callbacks.ModelCheckpoint: ("best",),
 }
+
+
+def _other_starts() -> str:
+    broadcast = as_in_script("ring_plugins.keras.BroadcastCallback()", HOROVODS_BROADCAST)
+    return (
+        f"Add {broadcast} to fit(callbacks=...) on all ranks, or call ring_plugins.keras.broadcast_variables(model) "
+        "before the first step, if the ranks began with different weights."
+    )
 
 
 def all_equal(values: Sequence[Any]) -> bool:
@@ -170,7 +175,7 @@ class Weights:
         raise_failure_of_gpus(communicator)
         cause = _cause(different) or _LIKELY_CAUSES
         if len(set(starts)) > 1 or None in starts:
-            cause = f"{_OTHER_STARTS} {SWITCH if None not in starts else cause}"
+            cause = f"{_other_starts()} {SWITCH if None not in starts else cause}"
         text = f"{self._when} {what_differs(self._names, sums, communicator.ranks)}. {cause}"
         if not self._warns:
             raise DriftError(text)
@@ -248,7 +253,7 @@ def check_equal_starts(variables: Sequence[Any], communicator: Communicator[Any]
         return
     if found := differing_weights(lambda: checksums_of(variables), "before the first step", communicator):
         raise MismatchError(
-            f"{found} A sharded optimizer would put parts of different models together. {_OTHER_STARTS}"
+            f"{found} A sharded optimizer would put parts of different models together. {_other_starts()}"
         )
 
 

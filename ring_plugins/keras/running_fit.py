@@ -33,14 +33,11 @@ from ring_plugins.core.world import announce_training, current
 from ring_plugins.keras.job import members
 from ring_plugins.keras.state import optimizers_of, weight_checksums
 from ring_plugins.observe.consistency import differing_weights, is_check_wanted, is_compared_after
+from ring_plugins.other_names import HOROVODS_BROADCAST, as_in_script
 
 #: Attribute of an optimizer that averages: its `GradientAveraging`.
 AVERAGING = "_ring_averaging"
 _REPLACED = "make_train_function"
-_REMEDY = (
-    "Add ring_plugins.keras.BroadcastCallback() to fit(callbacks=...) on all ranks: it starts them from the same "
-    "weights and averages their gradients."
-)
 #: Watches whose `fit` has begun and not ended, as far as they know.
 _watching: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
@@ -191,12 +188,19 @@ class _FirstStepCheck(keras.callbacks.Callback):
         if found := differing_weights(
             lambda: weight_checksums(self.model), "after the first step", members(self._group).communicator
         ):
-            raise DriftError(
-                f"{found} {_REMEDY} If the weights differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
-            )
+            switch = "If the weights differ on purpose, RING_WEIGHT_CHECK=0 switches this comparison off."
+            raise DriftError(f"{found} {_remedy()} {switch}")
         averages = any(AVERAGING in vars(optimizer) for optimizer in optimizers_of(self.model))
         if members(self._group).communicator.rank == 0 and not averages:
-            logger.warning(f"no gradients are averaged: each rank trains by itself. {_REMEDY}")
+            logger.warning(f"no gradients are averaged: each rank trains by itself. {_remedy()}")
+
+
+def _remedy() -> str:
+    broadcast = as_in_script("ring_plugins.keras.BroadcastCallback()", HOROVODS_BROADCAST)
+    return (
+        f"Add {broadcast} to fit(callbacks=...) on all ranks: it starts them from the same weights and averages their "
+        "gradients."
+    )
 
 
 def tell_interrupted(communicators: Iterable[Communicator[Any]], cause: Exception | None = None) -> None:

@@ -48,6 +48,7 @@ from ring_plugins.observe.consistency import (
     raise_failure_of_gpus,
     what_differs,
 )
+from ring_plugins.other_names import as_in_script
 from ring_plugins.torch.changes import Claim, is_claimed
 from ring_plugins.torch.compared_options import Groups, Options, check_equal_options, fixed_options, other_options
 from ring_plugins.torch.hooks import after_update, steps_so_far, watch_steps
@@ -60,9 +61,9 @@ _TRAINED = 2
 
 #: Why weights may differ.
 _OTHER_STARTS = (
-    "Call ring_plugins.torch.broadcast_parameters(model) before the first step, if the ranks began with different "
-    "weights. If they began with equal ones, they have given parameters or averagers in different orders, or updated "
-    "weights inside the first backward, as a hook of a parameter may, before the average."
+    "before the first step, if the ranks began with different weights. If they began with equal ones, they have given "
+    "parameters or averagers in different orders, or updated weights inside the first backward, as a hook of a "
+    "parameter may, before the average."
 )
 _NOT_AVERAGED = (
     "since no averager has it: a norm over all parameters, as in clip_grad_norm_(model.parameters()), makes a "
@@ -248,7 +249,9 @@ class Weights:
         starts, not_averaged = zip(*told, strict=True)
         causes = []
         if len(set(starts)) > 1:
-            causes.append(_OTHER_STARTS)
+            ours = "ring_plugins.torch.broadcast_parameters(model)"
+            call = as_in_script(ours, "hvd.broadcast_parameters(model.state_dict(), root_rank=0)")
+            causes.append(f"Call {call} {_OTHER_STARTS}")
         if own := next(filter(None, not_averaged), []):
             more = f" and {len(own) - 1} more parameter{'s' * (len(own) > 2)}" if len(own) > 1 else ""
             causes.append(f"The gradient of {own[0]}{more} is each rank's own, {_NOT_AVERAGED}")

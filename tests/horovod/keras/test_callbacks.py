@@ -3,6 +3,8 @@
 Keras is imported in the tests: at the top, it would import TensorFlow in each worker of `pytest -n`.
 """
 
+import sys
+
 import pytest
 
 from ring_plugins.core.base.errors import ArgumentError
@@ -29,3 +31,13 @@ def test_warm_up_begins_with_the_rate_for_one_process(monkeypatch):
         [0.25 + 0.75 * (step + 1) / 8 for step in range(8)]
     )
     assert warmup._multiplier(2.0) == 1.0
+
+
+def test_remedies_name_the_callback_as_the_script_writes_it(monkeypatch):
+    import ring_plugins.horovod.keras as hvd
+    from ring_plugins.keras import consistency, running_fit
+
+    for face, callback in ((hvd, "hvd.callbacks.BroadcastGlobalVariablesCallback(0)"), (None, "BroadcastCallback()")):
+        monkeypatch.setattr(sys.modules["__main__"], "hvd", face, raising=False)
+        remedies = running_fit._remedy(), consistency._other_starts()
+        assert all(f"{callback} to fit(callbacks=...) on all ranks" in text for text in remedies)
