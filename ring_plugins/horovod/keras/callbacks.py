@@ -12,6 +12,7 @@ from ring_plugins.core.functions import local_rank  # noqa: F401 - Horovod's mod
 from ring_plugins.horovod.basics import size
 from ring_plugins.horovod.common.process_sets import group_of
 from ring_plugins.horovod.keras.optimizer import mark_local
+from ring_plugins.other_names import no_attribute
 
 BestModelCheckpoint = ring_keras.BestModelCheckpoint
 
@@ -22,6 +23,10 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise no_attribute(__name__, name)
 
 
 class BroadcastGlobalVariablesCallback(ring_keras.BroadcastCallback):

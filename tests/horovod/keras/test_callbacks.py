@@ -19,6 +19,8 @@ def test_arguments_are_those_of_horovod():
     assert (schedule.initial_learning_rate, schedule.start_epoch, schedule.end_epoch) == (0.4, 2, 4)
     with pytest.raises(ArgumentError, match=r"lambda epoch: 0\.5 for a rate .*lambda epoch: 0\.5 \*\* \(epoch - 3\)"):
         callbacks.LearningRateScheduleCallback(0.4, 0.5, 3)
+    with pytest.raises(AttributeError, match=r"did you mean .*\.MetricAverageCallback\?"):
+        callbacks.MetricsAverageCallback  # noqa: B018
 
 
 def test_warm_up_begins_with_the_rate_for_one_process(monkeypatch):
