@@ -349,6 +349,8 @@ class GradientAveraging:
             present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
             self._check_dtypes(present)
             if self.accumulation_steps > 1:
+                if self.share is not None:
+                    self.share.check_used()
                 averages = self._average_sums(present, rate)
             else:
                 averages = self.exchange.average(present, rate, self.share)

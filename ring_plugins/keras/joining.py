@@ -58,9 +58,8 @@ joined_between_fits: list[World] = []
 
 
 def place_of_fit(params: dict[str, Any] | None, model: Any) -> str:
-    """What has to be the same in a process that joins at the end of an epoch."""
-    given = params or {}
-    return f"fit() with {given.get('epochs')} epochs of {given.get('steps')} steps, with {kind_of_state(model)}"
+    """What has to be the same in a process that joins at the end of an epoch. Numbers of steps are compared behind."""
+    return f"fit() with {(params or {}).get('epochs')} epochs, with {kind_of_state(model)}"
 
 
 def kind_of_state(*parts: Any) -> str:

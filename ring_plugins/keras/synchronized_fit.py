@@ -263,6 +263,8 @@ class SynchronizedFit:
         current().elastic.tell_changes()
         for writer in self._writers:
             writer.hand_over()
+        assert self._uneven is not None
+        self._uneven.agree()
 
     def begin_epoch(self, epoch: int) -> None:
         self._is_synchronized = False
@@ -307,8 +309,8 @@ class SynchronizedFit:
             look(f"after step {batch + 1} of epoch {epoch + 1}")
         assert self._uneven is not None
         self._backups.after_step()
-        wish = self._stop.after_step(self._model, batch, self._uneven.has_more, self._backups.is_due)
-        self._uneven.others_have = self._stop.others_have_more
+        wish = self._stop.after_step(self._model, batch, self._uneven.more, self._backups.is_due)
+        self._uneven.others_have = self._stop.most
         self._after_exchange(wish == CHANGE)
         if wish or current().elastic.is_ending:
             self._back_up(batch, epoch)
@@ -316,14 +318,14 @@ class SynchronizedFit:
     def _back_up(self, batch: int, epoch: int) -> None:
         """Save behind a step, and leave if the job is to end; behind the last step, when the epoch is over."""
         assert self._uneven is not None
-        is_ending, has_more = current().elastic.is_ending, self._uneven.may_go_on(batch, self._uneven.others_have)
+        is_ending, has_more = current().elastic.is_ending, self._uneven.may_go_on(batch)
         if not self._backups.exist:
             self._model.stop_training |= is_ending and self._stop.follows_signals
         elif has_more or not is_ending:
             states = self._communicator.all_gather_object(own_state(self.model), "backup")
             self._backups.save(epoch, batch, has_more, states)
             # Nobody goes on before the root has written; in saving a sharded optimizer, all take part.
-            self._after_exchange(self._stop.after_step(self._model, batch, self._uneven.has_more) == CHANGE)
+            self._after_exchange(self._stop.after_step(self._model, batch, self._uneven.more) == CHANGE)
             if is_ending:
                 self._backups.leave()
 

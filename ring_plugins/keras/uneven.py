@@ -12,7 +12,9 @@ callbacks and checkpoints see the same steps on all ranks.
 Whether a rank has another batch travels with the exchange behind each step (`SynchronizedStop`), and the number of
 samples of each batch with its gradients. The loss is multiplied by the batch's part of a full batch, in `scale_loss`,
 which Keras's steps call behind their metrics; the averages are divided by the samples that came (`HostBuckets`, and on
-torch the averager's `checks.weight`). Where all batches are full, nothing is multiplied.
+torch the averager's `checks.weight`). Where all batches are full, nothing is multiplied. An optimizer that accumulates
+averages the sum of several batches, of which each has its own number of samples: there the ranks sum these numbers
+before each step, and multiply the loss by what is the batch's weight in the mean over ranks.
 
 Considered and rejected: to wait and take over the weights at the end, as `ring_plugins.torch.join` does. Compiled steps
 with collectives in their forward pass would wait for the rank all the same, and callbacks would see fewer steps there.
@@ -23,23 +25,55 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from ring_plugins.core.arrays.dtypes import Op
+from ring_plugins.core.arrays.memory import HostMemory
 from ring_plugins.core.base.errors import MismatchError, name_ranks
+from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
+from ring_plugins.core.collectives.fingerprint import purpose
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import GradientAveraging, make_train_function
 from ring_plugins.keras.backends import BatchShare, backend
 from ring_plugins.keras.batch_norm import synchronizes, uncounted
 from ring_plugins.keras.consistency import all_equal, by_rank
+from ring_plugins.keras.job import members
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.running_fit import argument_of_fit, enclosing_list
 from ring_plugins.keras.shard import has_equal_parts, is_empty, order_of
 from ring_plugins.keras.state import optimizers_of, value_of
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its data.
+
+    Attributes:
+        steps: of an epoch, None if nobody knows how many there are.
+        size: samples of a full batch, None if that is not known.
+        batches: before the data ends, None if that is not known.
+        why: why all ranks must have equally many batches, "" if they need not.
+        left: batches that are left of the first epoch, None if it begins with its first.
+        last: samples of the last batch, None if it is a full one, or that is not known.
+        is_known: whether it is known before the first step that ranks have equally many, or how many they have.
+        knows_last: whether it is known how many samples the last batch has.
+    """
+
+    steps: int | None
+    size: int | None
+    batches: float | None
+    why: str
+    left: int | None
+    last: int | None
+    is_known: bool
+    knows_last: bool
+
 
 _EQUAL = "Give every rank the same amount of data, as ring_plugins.keras.shard does, or pass steps_per_epoch."
 
@@ -53,7 +87,8 @@ class UnevenData:
         left: how many batches this rank has in an epoch that goes on in its middle, None if it begins with its first.
 
     Attributes:
-        others_have: whether any rank has, as of the last exchange.
+        others_have: how many batches the rank with the most has for the next call of the train function, as of the last
+            exchange.
         is_filling: whether the step of now does not count on this rank.
 
     Raises:
@@ -61,50 +96,76 @@ class UnevenData:
     """
 
     def __init__(self, callback: Any, communicator: Communicator[Any], left: int | None = None) -> None:
-        self._model, self.is_filling, self.others_have = callback._model, False, False
+        self._callback, self._model, self._communicator = callback, callback._model, communicator
+        self.is_filling, self.others_have = False, 0
         self._iterator, self._done = argument_of_fit("epoch_iterator"), 0
         self._patches, self._ahead = list[Patch](), _Ahead(iter(()))
         self._filler: Any = None
         self._limit = float("inf")  # of steps in this epoch
-        self._params = callback.params
-        own, size, count, hindrance = (callback.params or {}).get("steps"), None, None, _why_even(callback)
+        self._own = self._missing = 0  # batches of this rank, and of others beyond these, in this call
         self._data, self._has_had_all = argument_of_fit("x"), left == 0
         self._is_empty = is_empty(self._data)
+        self._accumulates = [one for one in optimizers_of(self._model) if _accumulation_steps(one) > 1]
+        self._weights_of: Communicator[Any] | None = None
+        self._shares: list[BatchShare] = []
+        steps, why = (callback.params or {}).get("steps"), _why_even(callback)
+        size: int | None = None
+        count: float | None = None
+        last, knows_last = None, False
         if self._iterator is None:
-            hindrance = hindrance or "a CallbackList of the script's own keeps fit() from being found"
+            why = why or "a CallbackList of the script's own keeps fit() from being found"
         else:
             adapter = self._iterator.data_adapter
             size, count = batch_size_of(adapter, self._data), _number_of_batches(adapter)
-            own, count = (0, 0) if self._is_empty else (own, count)
-        last = None if self._iterator is None else _last_size(self._iterator.data_adapter, self._data)
-        is_known = own is not None or self._iterator is None or has_equal_parts(self._data)
-        told = communicator.all_gather_object((own, size, count, hindrance, left, last, is_known), "steps per epoch")
-        steps, sizes, counts, why, rests, lasts, known = zip(*told, strict=True)
+            steps, count = (0, 0) if self._is_empty else (steps, count)
+            last, knows_last = _last_size(adapter, self._data), _knows_last_size(adapter, self._data)
+        is_known = steps is not None or self._iterator is None or has_equal_parts(self._data)
+        self._told = _Told(steps, size, count, why, left, last, is_known, knows_last)
+        self.full: int | None = None
+        self._is_uneven, self._replaces, self._has_agreed = False, current().replaces and not why, False
+        self.agree()
+        if self._is_uneven or self._replaces:
+            self._keras_steps = self._iterator._enumerate_iterator
+            self._patches.append(Patch(self._iterator, _enumerate_iterator=self._steps))
+
+    def agree(self) -> None:
+        """Find out what data the ranks have, when a `fit` begins, and when a process has joined. Collective.
+
+        Raises:
+            MismatchError: see the class.
+        """
+        own = self._told, self._is_uneven, self.full if self._has_agreed else None
+        told, were_uneven, fulls = zip(*self._communicator.all_gather_object(own, "steps per epoch"), strict=True)
+        steps, sizes, counts, why, rests, lasts, known, knows_last = zip(*told, strict=True)
+        callback, ranks = self._callback, self._communicator.ranks
         differ = not all_equal(steps) or not all_equal(rests)
-        self._is_uneven = not any(why) and (differ or not all_equal(counts) or None in counts)
+        self._is_uneven = any(were_uneven) or (not any(why) and (differ or not all_equal(counts) or None in counts))
         if differ and any(why):
             numbers, of = (steps, "per epoch") if all_equal(rests) else (rests, "in the rest of the epoch")
             raise MismatchError(
-                f"ranks would take different numbers of steps {of} ({by_rank(numbers, communicator.ranks)}), and "
+                f"ranks would take different numbers of steps {of} ({by_rank(numbers, ranks)}), and "
                 f"{next(filter(None, why))}. {_EQUAL}"
             )
         if any(why) and callback.uneven == "join" and callback.average_gradients:
-            _check_even(next(filter(None, why)), known, lasts, communicator.ranks)
-        self.full = None if any(why) else 1 if None in sizes else max(sizes)
+            _check_even(next(filter(None, why)), known, lasts, ranks)
+        are_even = not self._is_uneven and all(knows_last) and all_equal(lasts)
+        if not any(why) and not (self._accumulates and are_even and not self._replaces):
+            # Whoever joins weighs as the others have begun to.
+            self.full = next(filter(None, fulls), 1 if None in sizes else max(sizes))
+        self._has_agreed = not current().is_joining  # who joins has been alone until then
         self._counts_samples, self._some_are_empty = None not in sizes, 0 in steps
-        if self._is_uneven:
-            self._keras_steps = self._iterator._enumerate_iterator
-            self._patches.append(Patch(self._iterator, _enumerate_iterator=self._steps))
+        for share in self._shares:
+            share.full = self.full or 1
         if self._is_uneven and None not in steps:
             callback.params["steps"] = max(steps)
             callbacks = enclosing_list(callback)
             for one in [] if callbacks is None else callbacks.callbacks:
                 one.set_params(callback.params)
 
-    def may_go_on(self, batch: int, others_have: bool) -> bool:
+    def may_go_on(self, batch: int) -> bool:
         """Whether this epoch has steps behind this one, on any rank."""
-        steps = (self._params or {}).get("steps")
-        return others_have if self._is_uneven else steps is None or batch + 1 < steps
+        steps = (self._callback.params or {}).get("steps")
+        return bool(self.others_have) if self._is_uneven else steps is None or batch + 1 < steps
 
     def share_logs(self, logs: dict[str, Any] | None, communicator: Communicator[Any]) -> None:
         """Give ranks that had no samples in an epoch another's logs of it, instead of zeros. Collective."""
@@ -117,9 +178,11 @@ class UnevenData:
             logs.update({name: found[name] for name in own if name in found})
 
     @property
-    def has_more(self) -> bool:
-        """Whether this rank has another batch in this epoch."""
-        return self._is_uneven and not self.is_filling and self._done < self._limit and self._ahead.has_next()
+    def more(self) -> int:
+        """How many batches this rank has for the next call of the train function in this epoch."""
+        if not self._is_uneven:
+            return 0
+        return self._ahead.count(int(min(self._iterator.steps_per_execution, self._limit - self._done)))
 
     # Weights ------------------------------------------------------------------------------------------
 
@@ -128,16 +191,25 @@ class UnevenData:
         if self.full is None:
             return
         model, step = self._model, self._model.train_step
-        shares = [BatchShare(self.full, self._samples) for _ in averagings]
-        for averaging, share in zip(averagings, shares, strict=True):
+        self._shares = [BatchShare(self.full, self._samples) for _ in averagings]
+        for averaging, share in zip(averagings, self._shares, strict=True):
             scale = functools.partial(_scaled_loss, averaging, share, averaging.optimizer.scale_loss)
             self._patches.append(Patch(averaging.optimizer, scale_loss=scale))
             averaging.share = share
+        accumulating = [
+            share for one, share in zip(averagings, self._shares, strict=True) if one.accumulation_steps > 1
+        ]
+        if accumulating:
+            self._weights_of = members(averagings[0].settings.group).new_communicator("gradients' weights")
 
         @backend().opaque
         def take(data: Any) -> None:
-            for share in shares:
+            for share in self._shares:
                 share.take(data)
+            if accumulating:
+                weight = self._weight(self._shares[0].samples)
+                for share in accumulating:
+                    share.weight = weight
 
         def step_of() -> Callable[..., Any]:
             def weighed(*arguments: Any) -> Any:
@@ -160,28 +232,55 @@ class UnevenData:
         first = _first_array(data)
         return self.full if first is None else backend().batch_size(first)
 
+    def _weight(self, samples: Any) -> Any:
+        """By how much a rank's mean gradient of a batch is to count in the mean over ranks. Collective, in a step."""
+        communicator = self._weights_of
+        assert communicator is not None
+
+        def exchange(own: Array, _: Array) -> tuple[Array, Array]:
+            total = np.array([own], np.float64)
+            with purpose("samples of a step"):
+                communicator.all_reduce(HostMemory(total, "float64"), Op.SUM)
+            weight = float(own) * communicator.size / (total[0] or 1.0)
+            return np.array(weight, own.dtype), np.zeros((), own.dtype)
+
+        own = keras.ops.cast(samples, "float32")
+        what = "gradient accumulation with unequal batches"
+        return backend().host_call_with_gradient(exchange, lambda own, *_: own, own, own, what)
+
     def remove(self, averagings: Sequence[GradientAveraging]) -> None:
         """Undo everything."""
         for patch in reversed(self._patches):
             patch.restore()
-        self._patches = []
+        self._patches, self._shares = [], []
         for averaging in averagings:
             averaging.share = None
+        if self._weights_of is not None:
+            self._weights_of.close()
+            self._weights_of = None
 
     # Steps --------------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[tuple[int, int, Any]]:
-        """The steps of an epoch on this rank, and behind them those of ranks that have more batches."""
+        """The steps of an epoch on this rank, and behind them those of ranks that have more batches.
+
+        With `steps_per_execution`, several belong to a call, which a rank may begin with batches and end without.
+        """
+        if not self._is_uneven:
+            yield from self._keras_steps()
+            return
         iterator, self._done = self._iterator, 0
-        self._limit = iterator.steps_per_epoch or iterator._num_batches or float("inf")
+        size, limit = iterator.steps_per_execution, iterator.steps_per_epoch or iterator._num_batches
+        self._limit = math.ceil(limit / size) * size if limit else float("inf")
         self._is_empty = self._has_had_all or is_empty(self._data)
         self._has_had_all = False
         if self._is_empty:  # what it has instead does not count
             self._limit = 0
-        for step, end, source in self._keras_steps():
+        step = 0
+        for _, _, source in self._keras_steps():
             if self._ahead.source is not source:
                 self._ahead = _Ahead(source)
-            if not self._ahead.has_next():
+            if not self._ahead.count(1):
                 if iterator.steps_per_epoch:
                     iterator._interrupted_warning()
                 iterator._current_iterator = None
@@ -190,43 +289,68 @@ class UnevenData:
             if self._is_empty:
                 self._ahead.last = next(self._ahead)
                 continue
-            self._done += 1
-            yield step, end, self._ahead
-        step = self._done
-        while (self._done and self.others_have) or (self._is_empty and (step == 0 or self.others_have)):
-            self.is_filling = True
-            try:
-                yield step, step, iter([self._ahead.last])
-                step += 1
-            finally:
-                self.is_filling = False
+            self._own = self.more
+            self._missing = (self._most() if step == 0 else self.others_have) - self._own
+            self._done += self._own
+            yield step, step + size - 1, self._ahead
+            step += size
+        self._own = 0
+        while step or self._is_empty:
+            self._missing = self._most() if step == 0 else self.others_have
+            if not self._missing:
+                break
+            yield step, step + size - 1, iter([self._ahead.last] * self._missing)
+            step += size
+
+    def _most(self) -> int:
+        """How many batches the rank with the most has for the first call of an epoch. Collective if that may be more
+        than one."""
+        if self._iterator.steps_per_execution == 1:
+            return 1
+        most = np.array([self._own], np.int64)
+        with purpose("comparison of steps"):
+            self._communicator.all_reduce(HostMemory(most, "int64"), Op.MAX)
+        return int(most[0])
 
     def stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A train function that runs this one for batches that count, and else one of its own."""
-        if not self._is_uneven or self.full is None:
+        if self.full is None or not (self._is_uneven or self._replaces):
             return step
         logs: Any = None
 
         @functools.wraps(step)
         def run(*arguments: Any) -> Any:
             nonlocal logs
-            is_stateful = len(arguments) == 1  # on JAX a step gets the state and returns it
-            if not self.is_filling:
+            *state, _ = arguments  # on JAX a step gets the state and returns it
+            result: Any = None
+            if self._own or not self._is_uneven:
                 result = step(*arguments)
-                logs = result if is_stateful else result[0]
-                return result
-            with replaced(self._model, train_step=self._step_of_filler), uncounted():
-                if self._filler is None:
-                    with replaced(self._model, train_function=None):
-                        make_train_function(self._model)
-                        self._filler = self._model.train_function
-                if is_stateful:
-                    with self._uncounted():
-                        result = self._filler(*arguments)
-                    return result if logs is None else logs
-                return self._with_counted(logs, *arguments)
+                logs = result if not state else result[0]
+                if not self._is_uneven or not self._missing:
+                    return result
+                # Behind its own batches, the function has ended with their iterator.
+                state = [] if not state else [result[1]]
+                arguments = *state, iter([self._ahead.last] * self._missing)
+            self.is_filling = True
+            try:
+                return self._fill(logs, *arguments)
+            finally:
+                self.is_filling = False
 
         return run
+
+    def _fill(self, logs: Any, *arguments: Any) -> Any:
+        """Take part in steps of others; returns what a train function does, with these logs."""
+        with replaced(self._model, train_step=self._step_of_filler), uncounted():
+            if self._filler is None:
+                with replaced(self._model, train_function=None):
+                    make_train_function(self._model)
+                    self._filler = self._model.train_function
+            if len(arguments) > 1:
+                return self._with_counted(logs, *arguments)
+            with self._uncounted():
+                result = self._filler(*arguments)
+            return result if logs is None else logs
 
     @contextlib.contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -259,35 +383,38 @@ class _Ahead:
     """
 
     def __init__(self, source: Any) -> None:
-        self.source, self.last, self._items, self._next = source, None, iter(source), list[Any]()
+        self.source, self.last, self._items, self._next = source, None, iter(source), deque[Any]()
 
     def __getattr__(self, name: str) -> Any:  # TensorFlow's iterators say what their elements are like
         return getattr(self.source, name)
 
-    def has_next(self) -> bool:
-        if not self._next:
+    def count(self, most: int) -> int:
+        """How many there are, up to so many, which it reads."""
+        while len(self._next) < most:
             try:
                 self._next.append(next(self._items))
             except StopIteration:
-                return False
-        return True
+                break
+        return min(len(self._next), most)
 
     def __iter__(self) -> _Ahead:
         return self
 
     def __next__(self) -> Any:
-        if not self.has_next():
+        if not self.count(1):
             raise StopIteration
-        self.last = self._next.pop()
+        self.last = self._next.popleft()
         return self.last
 
 
 def _scaled_loss(averaging: GradientAveraging, share: BatchShare, scale: Callable[[Any], Any], loss: Any) -> Any:
     """Replaces an optimizer's `scale_loss`."""
-    if averaging.exchange is not None and share.samples is not None:
+    exchange = averaging.exchange
+    if share.samples is not None and (share.weight is not None or exchange is not None):
         share.is_used = True
         loss = share.of(loss)
-        averaging.exchange.weigh(share)
+        if share.weight is None and exchange is not None:
+            exchange.weigh(share)
         share.data = None
     return scale(loss)
 
@@ -330,17 +457,14 @@ def _why_even(callback: Any) -> str:
         return 'uneven="error" was passed to BroadcastCallback'
     if not callback.average_gradients:
         return "average_gradients=False leaves each rank to itself"
-    if current().replaces:
-        return 'with on_failure="replace" a process may join, which does not know how many the others have'
-    for one in optimizers_of(callback._model):
-        if (passes := int(getattr(one, "gradient_accumulation_steps", None) or 1)) > 1:
-            return f"gradient_accumulation_steps={passes} updates after as many batches of equal size on all ranks"
-    if (steps := callback._model.steps_per_execution) > 1:
-        return f"steps_per_execution={steps} makes steps in which no rank can run out of data"
     switch = backend().nccl
     if switch is not None and switch.get() and backend().has_gpus():
         return f"{switch.name}=1 averages on GPUs"
     return ""
+
+
+def _accumulation_steps(optimizer: Any) -> int:
+    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
 
 
 def _check_even(why: str, known: Sequence[bool], lasts: Sequence[int | None], ranks: Sequence[int]) -> None:
@@ -370,6 +494,15 @@ def _last_size(adapter: Any, data: Any) -> int | None:
         found: int | None = adapter.partial_batch_size
         return found or None
     return None
+
+
+def _knows_last_size(adapter: Any, data: Any) -> bool:
+    """Whether None from `_last_size` means that the last batch is a full one."""
+    # Keras 3.15.1, data_adapters: what those of arrays, of a DataLoader with a length and of a tf.data.Dataset have.
+    if order_of(data) is not None or getattr(adapter, "_partial_batch_size", None) is not None:
+        return True
+    first = _first_array(getattr(getattr(adapter, "_dataset", None), "element_spec", ()))
+    return first is not None and first.shape[0] is not None  # of batch(drop_remainder=True)
 
 
 def _number_of_batches(adapter: Any) -> float | None:

@@ -96,18 +96,18 @@ class SynchronizedStop:
         self._steps = 0
         #: Whether the ranks tell each other that the job is to end. Other groups would not know of it.
         self.follows_signals = False
-        #: Whether a rank has another batch in this epoch, as the last step's exchange has told.
-        self.others_have_more = False
+        #: How many batches the rank with the most has for the next step, as the last step's exchange has told.
+        self.most = 0
         #: The text of the error that this raised, "" if none. The error itself would keep the frames of `fit` alive.
         self.mismatch = ""
 
-    def after_step(self, model: Any, batch: int, has_more: bool = False, backup_is_due: bool = False) -> int:
+    def after_step(self, model: Any, batch: int, more: int = 0, backup_is_due: bool = False) -> int:
         """Set `model.stop_training` on all ranks if any rank has set it. Collective.
 
         Args:
             model: that is trained.
             batch: its number in this epoch, from 0.
-            has_more: whether this rank has another one, if ranks may have different numbers.
+            more: how many this rank has for the next step, if ranks may have different numbers.
             backup_is_due: whether this rank is to save the state of all ranks.
 
         Returns:
@@ -118,7 +118,7 @@ class SynchronizedStop:
             MismatchError, DriftError: another rank has ended its epoch, or the checks say so.
         """
         self._steps = batch + 1
-        return self._exchange(model, self._STEP, has_more, backup_is_due)
+        return self._exchange(model, self._STEP, more, backup_is_due)
 
     def after_epoch(self, model: Any) -> bool:
         """Do the same at the end of an epoch. Collective.
@@ -145,21 +145,21 @@ class SynchronizedStop:
         found: list[int] = array.tolist()
         return found
 
-    def _exchange(self, model: Any, point: int, has_more: bool = False, backup_is_due: bool = False) -> int:
+    def _exchange(self, model: Any, point: int, more: int = 0, backup_is_due: bool = False) -> int:
         # max(-point) is -min(point), so one reduction shows whether all ranks are at the same point.
         world, number = current(), self._checks.number()
         follows = world.recovers or self.follows_signals  # else only `preempted` asks, among all ranks
         wish = CHANGE if follows and world.elastic.wants_change else BACKUP * backup_is_due
-        flags = [int(model.stop_training), point, -point, wish, 0, int(has_more), number, -number]
+        flags = [int(model.stop_training), point, -point, wish, 0, more, number, -number]
         where = f"has {'ended its epoch after' if point == self._EPOCH else 'taken'} {self._steps} steps"
         with self._same_step(where):
             while (found := self._reduced(flags))[4]:
                 self._take_part(found[4])
-            stop, largest, negated_smallest, wish, _, more, *numbers = found
+            stop, largest, negated_smallest, wish, _, most, *numbers = found
             if largest != -negated_smallest:
                 raise self._unequal(where)
         self._checks.note_compared()
-        self.others_have_more = bool(more)
+        self.most = most
         if sum(numbers):
             self._checks.say(self._communicator)
         if stop:

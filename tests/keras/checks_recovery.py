@@ -1,6 +1,7 @@
 """A `fit` of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
 
 With TEST_FILES, callbacks write to that directory; with TEST_RATE, the rate warms up, and is reported after each step.
+TEST_COUNTS says how many batches each rank has, TEST_PASSES how many an update takes.
 """
 
 import json
@@ -67,7 +68,11 @@ def main() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(UNITS, kernel_initializer="zeros")])
     # The gradient of a mean of so many outputs would be small: the sum over the units of one sample.
     model.compile(
-        keras.optimizers.SGD(RATES[os.environ.get("TEST_RATE", "")](), momentum=0.5),
+        keras.optimizers.SGD(
+            RATES[os.environ.get("TEST_RATE", "")](),
+            momentum=0.5,
+            gradient_accumulation_steps=int(os.environ.get("TEST_PASSES", "0")) or None,
+        ),
         loss=lambda wanted, found: keras.ops.sum(wanted * found, axis=-1),
         metrics=["mae"],
         jit_compile=keras.backend.backend() == "jax",
@@ -75,7 +80,8 @@ def main() -> None:
     ring.on_membership_change(
         lambda change: changes.append([[*change.lost, *change.left], ring.all_gather_object(dies.step)])
     )
-    steps = np.array([gradient(step, me) for step in range(STEPS)], np.float32)[:, None]
+    count = json.loads(os.environ.get("TEST_COUNTS", "{}")).get(str(me), STEPS)
+    steps = np.array([gradient(step, me) for step in range(count)], np.float32)[:, None]
     callbacks: list[Any] = [dies, BroadcastCallback(), MetricAverageCallback()]
     if "TEST_RATE" in os.environ:
         callbacks.append(LearningRateWarmupCallback(1))
@@ -88,7 +94,7 @@ def main() -> None:
             keras.callbacks.CSVLogger(f"{files}/log.csv"),
         ]
     fitted = model.fit(
-        np.ones((STEPS, 1), np.float32),
+        np.ones((count, 1), np.float32),
         steps,
         batch_size=1,
         epochs=EPOCHS,

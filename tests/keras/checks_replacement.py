@@ -1,9 +1,10 @@
 """A `fit` in which other processes take the places of ranks that are killed. Reports what all have in the end.
 
 TEST_DEATHS and TEST_PENDING: see tests/torch/checks_replacement.py. Points "in validation" and "while saving" are of an
-epoch instead of a step. With TEST_FILES, callbacks write to that directory.
+epoch instead of a step. With TEST_FILES, callbacks write to that directory. TEST_COUNTS has batches by slot.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -117,8 +118,12 @@ def main() -> None:
             keras.callbacks.BackupAndRestore(f"{files}/backup", delete_checkpoint=False),
             keras.callbacks.CSVLogger(f"{files}/log.csv"),
         ]
+    training: dict[str, Any] = {"x": shard((samples, targets), batch_size=1, shuffle=False)}
+    if counts := json.loads(os.environ.get("TEST_COUNTS", "{}")):
+        count = counts.get(str(follows.slot), BATCHES)
+        training = {"x": samples[follows.slot :: ranks][:count], "y": targets[follows.slot :: ranks][:count]}
     fitted = model.fit(
-        shard((samples, targets), batch_size=1, shuffle=False), epochs=EPOCHS, shuffle=False, verbose=0,
+        **training, batch_size=1 if counts else None, epochs=EPOCHS, shuffle=False, verbose=0,
         validation_data=shard((samples, targets), batch_size=2, shuffle=False), callbacks=callbacks,
     )  # fmt: skip
     weights = [sorted(set(np.ravel(weight).tolist())) for weight in model.get_weights()]

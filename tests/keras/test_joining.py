@@ -48,12 +48,12 @@ def test_callbacks_of_a_kind_are_numbered_and_writers_are_the_callbacks_inside()
     assert dict(named(callbacks))["CSVLogger 1"] is writer
 
 
-def test_a_place_says_epochs_steps_and_what_kind_of_model():
+def test_a_place_says_epochs_and_what_kind_of_model():
     def model(units):
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
 
-    place = place_of_fit({"epochs": 3, "steps": 5}, model(2))
-    assert place.startswith("fit() with 3 epochs of 5 steps, with 2 variables of model and optimizer, of 8 elements")
+    place = place_of_fit({"epochs": 3}, model(2))
+    assert place.startswith("fit() with 3 epochs, with 2 variables of model and optimizer, of 8 elements")
     assert kind_of_state(model(2)) == kind_of_state(model(2)) != kind_of_state(model(3))
 
 

@@ -11,6 +11,7 @@ def check(found):
     for kind, one in found.items():
         assert one["equal"], kind
         assert one["weights"] <= 1e-6, kind
+        assert one["optimizer"] <= 1e-6, kind
         assert one["logs"] <= 3e-6, kind  # of float32 sums in another order
 
 
@@ -26,6 +27,17 @@ def test_ranks_with_fewer_batches_take_part_to_the_end_of_the_longest(seen):
 def test_whatever_a_step_calls_works_on_ranks_that_have_run_out(seen):
     for found in seen:
         check(found)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [case(backend, ranks, "uneven_groups_of_steps", slow=True) for backend in BACKENDS for ranks in (2, 3)],
+    indirect=True,
+)
+def test_steps_that_belong_together_are_those_of_one_process(seen):
+    for found in seen:
+        check(found)
+        assert all(one["steps"] == one["steps alone"] for one in found.values())
 
 
 @on_ranks("uneven_data_in_other_ways", slow=("torch",))
@@ -79,11 +91,11 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
 
     from ring_plugins.core.base.errors import MismatchError
     from ring_plugins.keras.shard import ShardedArrays, has_equal_parts, shard_iterable
-    from ring_plugins.keras.uneven import _check_even, _last_size
+    from ring_plugins.keras.uneven import _Ahead, _check_even, _knows_last_size, _last_size
 
-    why = "gradient_accumulation_steps=2 updates after as many batches of equal size on all ranks"
+    why = "RING_JAX_NCCL=1 averages on GPUs"
     _check_even(why, [True, True], [None, None], [0, 1])
-    with pytest.raises(MismatchError, match=r"^rank 1: how many batches x has is not known .* and gradient_acc.*=2 "):
+    with pytest.raises(MismatchError, match=r"^rank 1: how many batches x has is not known .* and RING_JAX_NCCL=1 "):
         _check_even(why, [True, False], [None, None], [0, 1])
     with pytest.raises(MismatchError, match=r"^the last batches of an epoch differ in size .*rank 0: 2, rank 1: None"):
         _check_even(why, [True, True], [2, None], [0, 1])
@@ -92,7 +104,14 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
         partial_batch_size = 3
 
     assert _last_size(Adapter(), []) == 3
+    assert not _knows_last_size(Adapter(), [])
+    assert _knows_last_size(type("", (), {"_partial_batch_size": 0})(), np.zeros(3))
     parts = [ShardedArrays(np.zeros(9), 2, rank, 3, False, 0, "keep") for rank in range(3)]
     assert [_last_size(Adapter(), part) for part in parts] == [1, 1, 1]
+    assert all(_knows_last_size(Adapter(), part) for part in parts)
+    ahead = _Ahead(range(3))
+    assert (ahead.count(2), next(ahead), ahead.count(5), list(ahead), ahead.count(1), ahead.last) == (
+        *(2, 0, 2, [1, 2], 0, 2),
+    )
     assert has_equal_parts(shard_iterable([1], 0, 2, False, lambda: None))
     assert not has_equal_parts(shard_iterable([1], 0, 2, True, lambda: None)) and not has_equal_parts(iter([1]))

@@ -84,12 +84,15 @@ class BatchShare:
     Attributes:
         data: the batch, until the loss is computed.
         samples: of the batch; a number, or while TensorFlow traces a tensor. None before the first step.
+        weight: by how much it counts in the mean over ranks, a tensor, where the optimizer accumulates gradients before
+            they are averaged; None elsewhere.
         is_used: whether the loss was multiplied, so that the batch counts by its samples, and not as a full one.
     """
 
     def __init__(self, full: int, count: Callable[[Any], Any]) -> None:
         self.full, self.count, self.is_used = full, count, False
         self.samples: Any = None
+        self.weight: Any = None
         self.data: Any = None
 
     def take(self, data: Any) -> None:
@@ -102,24 +105,26 @@ class BatchShare:
         return isinstance(self.samples, int) and self.samples == 0
 
     def of(self, loss: Any) -> Any:
-        """The loss, multiplied by the batch's part of a full one."""
+        """The loss, multiplied by the batch's part of a full one, or its weight."""
+        if self.weight is not None:
+            return loss * keras.ops.cast(self.weight, loss.dtype)
         if isinstance(self.samples, int):
             return loss if self.samples == self.full else loss * (self.samples / self.full)
         return loss * keras.ops.cast(keras.ops.cast(self.samples, "float32") / self.full, loss.dtype)
 
-    @property
-    def counted(self) -> Any:
-        """The samples that count.
-
-        Raises:
-            ArgumentError: the batch does not count, and the step has computed as if it did.
-        """
+    def check_used(self) -> None:
+        """Raise ArgumentError if the batch does not count, and the step has computed as if it did."""
         if self.is_filling and not self.is_used:
             raise ArgumentError(
                 "this rank has run out of data, and repeats a batch that is not to count, but the model's train_step "
                 "does not call optimizer.scale_loss(loss) before it computes gradients. Let it do so, or give all "
                 "ranks the same number of batches."
             )
+
+    @property
+    def counted(self) -> Any:
+        """The samples that count. Raises as `check_used` does."""
+        self.check_used()
         return self.samples if self.is_used else self.full
 
 
@@ -233,7 +238,12 @@ class Backend:
         model.make_train_function(force=True)
 
     def host_call_with_gradient(
-        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
+        self,
+        forward: Callable[..., tuple[Array, Array]],
+        backward: Callable[..., Array],
+        own: Any,
+        count: Any,
+        what: str = "a synchronized BatchNormalization",
     ) -> Any:
         """Call collectives on the host in the forward and backward passes of a step.
 
@@ -243,6 +253,7 @@ class Backend:
             backward: takes `own`, the result and the number that `forward` returned, and the gradient with respect to
                 the result; returns the gradient with respect to `own`.
             own, count: tensors.
+            what: calls them, for the message where a compiler cannot call the host.
 
         Returns:
             The result as a tensor.

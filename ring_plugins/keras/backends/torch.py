@@ -72,7 +72,7 @@ class Exchange(backends.Exchange):
         elastic = current().elastic  # as with other backends, what a group averages tells nothing
         elastic.widest = max(elastic.widest, current().topology.size)
         self._averager.compare_options(lambda: [{"lr": settings.rate()}])
-        self._passes_seen, self._has_told = 0, False
+        self._passes_seen, self._has_told = 0, current().replaces  # a process that joins would be alone
         checks = _AsOne(settings.checks or KerasChecks(), self._averager)
         self._averager.checks.list.append(cast("Check", checks))  # its number is a property; nobody assigns to it
         self._without_hooks = contextlib.ExitStack()
@@ -213,7 +213,12 @@ class TorchBackend(backends.Backend):
 
     @torch.compiler.disable
     def host_call_with_gradient(
-        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
+        self,
+        forward: Callable[..., tuple[Array, Array]],
+        backward: Callable[..., Array],
+        own: Any,
+        count: Any,
+        what: str = "a synchronized BatchNormalization",
     ) -> Any:
         return _HostCall.apply(own, count, forward, backward)
 

@@ -70,7 +70,8 @@ def model_of(normalized: bool = False, **options: Any) -> Any:
     hidden = layers.Dense(6, activation="tanh", kernel_regularizer="l2")(inputs)
     hidden = layers.BatchNormalization()(hidden) if normalized else hidden
     model = keras.Model(inputs, layers.Dense(1)(hidden))
-    model.compile(optimizer_of(normalized), "mse", metrics=["mae"], weighted_metrics=["mse"], **options)
+    optimizer = options.pop("optimizer", None) or optimizer_of(normalized)
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"], **options)
     return model
 
 
@@ -86,7 +87,7 @@ def trained(model: Any, data: Callable[[int], Any], epochs: int = 2, **options: 
     whole = [batches_of(rank, options.pop("ragged", True)) for rank in range(ring.size())]
     steps = range(max(map(len, whole)))
     together = Batches([joined([batches[step] for batches in whole if step < len(batches)]) for step in steps])
-    compiled = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+    compiled = {"metrics": ["mae"], "weighted_metrics": ["mse"], "steps_per_execution": model.steps_per_execution}
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     alone.compile(optimizer, "mse", jit_compile=False, **compiled)
     expected = alone.fit(together, epochs=epochs, shuffle=False, verbose=0)
@@ -101,11 +102,16 @@ def trained(model: Any, data: Callable[[int], Any], epochs: int = 2, **options: 
         for a, b in zip(found.history[name], values, strict=True)
     ]
     weights = [weight.tobytes() for weight in model.get_weights()]
+    both = model.optimizer.variables, alone.optimizer.variables
+    states = [] if options.get("shard_optimizer") else zip(*both, strict=True)  # which has others beside
+    values = [(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b)) for a, b in states]
     return {
         "weights": max(float(abs(a - b).max()) for a, b in pairs),
+        "optimizer": max((float((abs(a - b) / np.maximum(abs(b), 1)).max()) for a, b in values), default=0.0),
         "logs": max(logs),
         "equal": len({repr(one) for one in ring.all_gather_object(weights)}) == 1,
         "steps": int(model.optimizer.iterations),
+        "steps alone": int(alone.optimizer.iterations),
     }
 
 
@@ -143,6 +149,32 @@ def uneven_steps_of_other_kinds() -> Any:
     }
     if BACKEND != "torch":
         found["compiled"] = trained(model_of(jit_compile=True), data)
+    return found
+
+
+@behavior
+def uneven_groups_of_steps() -> Any:
+    """Steps of which several belong together: the last group of the epochs is a part of one."""
+
+    def accumulating(passes: int, **options: Any) -> Any:
+        return model_of(optimizer=keras.optimizers.Adam(0.02, gradient_accumulation_steps=passes), **options)
+
+    kinds: dict[str, Callable[[int], Any]] = {
+        "PyDataset": lambda rank: Batches(batches_of(rank)),
+        "DataLoader": lambda rank: loader(batches_of(rank)),
+    }
+    found = {f"accumulated {kind}": trained(accumulating(4), data) for kind, data in kinds.items()}
+    found["sharded"] = trained(accumulating(3), kinds["PyDataset"], shard_optimizer=True)
+    if BACKEND == "torch":  # whose steps Keras refuses to execute together
+        return found
+    found["compiled"] = trained(accumulating(3, jit_compile=True), kinds["PyDataset"])
+    kinds["tf.data of unknown length"] = lambda rank: tf_data(batches_of(rank), known=False)
+    for steps, kind in ((2, "DataLoader"), (7, "PyDataset"), (3, "tf.data of unknown length")):
+        found[f"{steps} executed, {kind}"] = trained(model_of(steps_per_execution=steps), kinds[kind])
+    found["generator"] = trained(model_of(steps_per_execution=2), lambda rank: generator(batches_of(rank)), epochs=1)
+    normalized = model_of(normalized=True, steps_per_execution=2)
+    found["normalized"] = trained(normalized, kinds["PyDataset"], synchronized_batch_norm=True)
+    found["both"] = trained(accumulating(4, steps_per_execution=3), kinds["PyDataset"])
     return found
 
 
@@ -220,10 +252,10 @@ def divided(count: int, shuffle: bool = False) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def classifier() -> Any:
+def classifier(dtype: str = "float32") -> Any:
     keras.utils.set_random_seed(3)
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(inputs))
+    inputs = keras.Input((5,), dtype=dtype)
+    model = keras.Model(inputs, layers.Dense(1, activation="sigmoid", dtype=dtype)(inputs))
     metrics = ["accuracy", "auc", keras.metrics.F1Score(threshold=0.5), "precision"]
     model.compile("sgd", "binary_crossentropy", metrics=metrics, weighted_metrics=["mse"])
     return model
@@ -259,6 +291,20 @@ def exact_evaluation() -> Any:
                 "predictions": max(float(abs(predictions[name] - alone[name]).max()) for name in alone),
                 "shape": predictions["two"].shape,
             }
+        if BACKEND == "jax":  # which computes in float32
+            continue
+        before = keras.config.floatx()
+        keras.config.set_floatx("float64")
+        try:
+            model, callbacks = classifier("float64"), [MetricAverageCallback()]
+            given = tuple(array.astype("float64") for array in (x, y, weights))
+            expected = model.evaluate(*given[:2], sample_weight=given[2], verbose=0, return_dict=True)
+            part = shard(given, batch_size=2, shuffle=False, remainder="keep")
+            logs = model.evaluate(part, verbose=0, callbacks=callbacks, return_dict=True)
+        finally:
+            keras.config.set_floatx(before)
+        precise = max(float(np.max(np.abs(logs[name] - value))) for name, value in expected.items())
+        found[f"{count} arrays"]["in float64"] = precise
     return found
 
 
