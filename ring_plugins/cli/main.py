@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ring_plugins import __version__
 from ring_plugins.cli.add_ranks import add_ranks
@@ -18,8 +19,33 @@ from ring_plugins.cli.run import run
 from ring_plugins.cli.top import top
 from ring_plugins.core.base import config
 
+
+class _PlainFlags:
+    """A command whose help shows no type for options that take no value, where typer writes `<bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command that this is mixed into
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return params
+
+
+class _Group(_PlainFlags, TyperGroup):
+    pass
+
+
+class _Command(_PlainFlags, TyperCommand):
+    pass
+
+
+class _Run(_PlainFlags, HorovodrunCommand):
+    pass
+
+
 app = typer.Typer(
     name="ring",
+    cls=_Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,12 +64,12 @@ def _print_version(wanted: bool) -> None:
 
 # Options after the program's name belong to the program: `ring run -n 2 python train.py -n 5`.
 _END_AT_PROGRAM = {"allow_interspersed_args": False}
-app.command("run", cls=HorovodrunCommand, context_settings=_END_AT_PROGRAM, no_args_is_help=True)(run)
-app.command("add-ranks", no_args_is_help=True)(add_ranks)
-app.command("doctor")(doctor)
-app.command("bench")(bench)
-app.command("plan")(plan)
-app.command("top")(top)
+app.command("run", cls=_Run, context_settings=_END_AT_PROGRAM, no_args_is_help=True)(run)
+app.command("add-ranks", cls=_Command, no_args_is_help=True)(add_ranks)
+app.command("doctor", cls=_Command)(doctor)
+app.command("bench", cls=_Command)(bench)
+app.command("plan", cls=_Command)(plan)
+app.command("top", cls=_Command)(top)
 
 
 def forget_outer_job(environment: MutableMapping[str, str] = os.environ) -> str:

@@ -119,8 +119,8 @@ def run(
         typer.Option(
             "--on-failure",
             envvar="RING_ON_FAILURE",
-            help="What happens when a rank is killed or crashes. `continue` lets the others go on; `replace` also "
-            "starts another process in its place, on its host.",
+            help="What happens when a rank is killed or crashes. `continue` trains on with the surviving ranks; "
+            "`replace` also starts a new process for the lost rank, on its host. On GPUs this has only been rehearsed.",
             rich_help_panel=_HOW,
         ),
     ] = OnFailure.END,
@@ -131,7 +131,7 @@ def run(
             parser=whole_number,
             metavar="<int>",
             envvar="RING_MIN_RANKS",
-            help="The fewest ranks with which `--on-failure continue` and `replace` go on; 1 by default.",
+            help="Smallest number of ranks that still trains, with `--on-failure continue` or `replace`; 1 by default.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -142,8 +142,8 @@ def run(
             parser=whole_number,
             metavar="<int>",
             envvar="RING_MAX_RANKS",
-            help="Up to how many ranks `ring add-ranks` may let the job grow while it runs, with "
-            "`--on-failure replace`; no more than at the start by default.",
+            help="Largest number of ranks after `ring add-ranks`, with `--on-failure replace`; by default the number "
+            "at the start.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -155,8 +155,8 @@ def run(
             parser=whole_number,
             metavar="<int>",
             envvar=["RING_STANDBYS", "RING_SPARES"],
-            help="How many further processes wait in `init()` to take the places of lost ranks, or to be added, at "
-            "once, with `--on-failure replace`. `--spares` is the older name.",
+            help="Number of idle processes that wait in `init()`, and replace a lost rank or become an added one "
+            "without a start, with `--on-failure replace`. One host only. `--spares` is the older name.",
             rich_help_panel=_HOW,
         ),
     ] = 0,
@@ -193,8 +193,8 @@ def run(
 
     Wraps the installed mpirun (Open MPI, MPICH or Intel MPI) and prints the command it runs. Without mpirun it starts
     the ranks of one host itself. When a rank fails, or this command ends, all ranks on all hosts end. With
-    `--on-failure continue`, the other ranks go on when one is killed or a host is lost, and mpirun is not used; with
-    `replace`, another process takes its place.
+    `--on-failure continue`, the surviving ranks train on when one is killed or a host is lost, and mpirun is not used;
+    with `replace`, a new process replaces the lost one.
 
     **Examples**
 

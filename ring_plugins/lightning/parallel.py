@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,11 @@ _ARGUMENTS_OF_OTHERS = {
     "process_group_backend": "leave it out: GPUs use NCCL, and CPUs shared memory and sockets",
     "model_averaging_period": "gradients are averaged in every step; RingStrategy(sync_every=64) averages weights",
     "num_nodes": "pass it to the Trainer or Fabric, and start one process a rank by mpirun, torchrun or srun",
+    "sync_batchnorm": "pass it to the Trainer: Trainer(sync_batchnorm=True), on CPUs too",
+    **dict.fromkeys(
+        ("devices", "ranks", "num_ranks", "num_processes", "world_size"),
+        "the number of ranks is the launcher's, or that of Trainer(devices=2) or Fabric(devices=2)",
+    ),
 }
 _ARGUMENTS_OF_OTHERS["on_failure"] = _ARGUMENTS_OF_OTHERS["min_ranks"] = _ARGUMENTS_OF_OTHERS["max_ranks"] = (
     "leave it out: jobs of Fabric end with the first rank that is lost. Those of a Trainer with RingStrategy, and of "
@@ -112,6 +117,16 @@ class RingParallelLogic(ParallelStrategy):  # type: ignore[misc]  # see `Paralle
             raise ArgumentError(
                 f"{strategy}(cluster_environment={type(environment).__name__}()) has to be a RingEnvironment. Leave it "
                 "out: RingEnvironment finds mpirun, torchrun, SLURM or a plain start by itself."
+            )
+        if isinstance(accelerator := arguments["accelerator"], int | str):
+            raise ArgumentError(
+                f"{strategy}(accelerator={accelerator!r}) has to be an Accelerator. Leave it out, and give the Trainer "
+                'or Fabric accelerator="cpu" or "gpu", and devices=2 for two ranks.'
+            )
+        if arguments["start_method"] not in (None, *get_args(StartMethod)):
+            raise ArgumentError(
+                f"{strategy}(start_method={arguments['start_method']!r}) has to be one of "
+                f"{', '.join(map(repr, get_args(StartMethod)))}, or left out."
             )
         if not isinstance(timeout, timedelta | None):
             raise ArgumentError(f"{strategy}(timeout={timeout!r}) has to be a timedelta, such as timedelta(minutes=5).")

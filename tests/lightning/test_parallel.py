@@ -76,6 +76,10 @@ def test_several_nodes_need_a_launcher():
             r"cluster_environment=LightningEnvironment\(\)\) has to be a RingEnvironment\. Leave it out",
         ),
         ({"timeout": 30}, r"timeout=30\) has to be a timedelta"),
+        ({"accelerator": 2}, r"accelerator=2\) has to be an Accelerator.*devices=2 for two ranks"),
+        ({"num_ranks": 2}, r"num_ranks \(given: 2\): the number of ranks is the launcher's.*devices=2"),
+        ({"sync_batchnorm": True}, r"sync_batchnorm .*Trainer\(sync_batchnorm=True\)"),
+        ({"start_method": "pop"}, r"start_method='pop'\) has to be one of 'popen', 'fork', 'forkserver', 'spawn'"),
     ],
 )
 def test_an_argument_that_cannot_work_is_rejected_with_what_to_do(arguments, text):
