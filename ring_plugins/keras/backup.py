@@ -56,12 +56,14 @@ class Backup(NamedTuple):
         seeds: states of seed generators, of the root.
         own: by rank, values of `own_variables`; empty at the end of an epoch.
         random: by rank, the state of the framework's random numbers, or empty.
+        outer: the outer optimizer's velocity and the number of exchanges, where hosts exchange weights.
     """
 
     place: dict[str, Any]
     seeds: list[Array]
     own: list[list[Array]]
     random: list[Array]
+    outer: Sequence[Array] = ()
 
 
 class Backups:
@@ -77,6 +79,7 @@ class Backups:
         exist: whether any rank writes.
         rest: the data of the fit.
         random: at the end of an epoch, by rank, the state of the framework's random numbers, if layers use these.
+        outer: as of a `Backup`: what was read, until the exchanges begin, and then what is to be written.
     """
 
     def __init__(self, callback: Any, callbacks: Sequence[Any]) -> None:
@@ -88,6 +91,7 @@ class Backups:
         self._epoch: int | None = None
         self._metrics = list[Array]()  # what they had, until they get it
         self._asked: PreemptionNotice | None = None
+        self.outer: Sequence[Array] = ()
         self._others = list[Any]()  # of the fit; the `CallbackList` itself must not outlive that
         self._writing: list[tuple[Any, Callable[[], bool]]] = []
         for one in callbacks:
@@ -152,6 +156,7 @@ class Backups:
         """
         ranks, params = self._callback.ranks.communicator, self._callback.params or {}
         self.exist, self.loaded, self._resumed, self._epoch = exist, None, told, None
+        self.outer = () if told is None or self._callback.sync_every is None else told.outer
         self.rest = Rest(argument_of_fit("epoch_iterator"), argument_of_fit("x"))
         if exist:
             notice = current().elastic.preemption_notice
@@ -249,7 +254,8 @@ class Backups:
         }
 
     def _write(self, backup: Backup, only: Any = None) -> None:
-        backup = backup._replace(seeds=list(map(value_of, _seeds(self._callback.model))))
+        seeds = list(map(value_of, _seeds(self._callback.model)))
+        backup = backup._replace(seeds=seeds, outer=self.outer)
         for writer, writes in self._writing:
             if writes() and only in (None, writer):
                 write(writer, backup)
@@ -280,6 +286,7 @@ class Backups:
     def leave(self) -> None:
         """End this process, as all ranks do behind the same step."""
         self._asked = None  # what it was told is heeded
+        self._callback.ranks.communicator.all_gather_object(None, "backup")  # nobody ends before the root has written
         if self._callback.ranks.communicator.rank == 0:
             where = self._writing[0][0].backup_dir if self._writing else "the directory of its BackupAndRestore"
             logger.warning(f"the job was told to end: it has saved its state in {where}, from which fit() goes on.")
@@ -345,7 +352,7 @@ def write(writer: Any, backup: Backup) -> None:
         group = file.create_group(_GROUP)
         group.attrs["place"] = json.dumps(backup.place)
         by_rank = [(f"rank {rank}", own) for rank, own in enumerate(backup.own)]
-        for name, arrays in [("seeds", backup.seeds), ("random", backup.random), *by_rank]:
+        for name, arrays in [("seeds", backup.seeds), ("random", backup.random), ("outer", backup.outer), *by_rank]:
             for i, array in enumerate(arrays):
                 plain = array if array.dtype.kind in "iufb" else array.astype(np.float32)  # bfloat16 is no type of HDF5
                 group[f"{name}/{i}"] = plain
@@ -375,4 +382,6 @@ def read(path: str) -> Backup | None:
             return [found[str(i)][()] for i in range(len(found))]
 
         ranks = range(place["ranks"] if "rank 0" in group else 0)
-        return Backup(place, arrays("seeds"), [arrays(f"rank {rank}") for rank in ranks], arrays("random"))
+        return Backup(
+            place, arrays("seeds"), [arrays(f"rank {rank}") for rank in ranks], arrays("random"), arrays("outer")
+        )

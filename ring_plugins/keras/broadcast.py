@@ -24,7 +24,7 @@ from ring_plugins.keras.shard import begin_epoch, continue_at
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import broadcast_state, build_optimizer, check_built, optimizers_of
 from ring_plugins.keras.synchronized_fit import SynchronizedFit, fits_of
-from ring_plugins.keras.validation import check_root
+from ring_plugins.keras.validation import check_equal, check_root
 from ring_plugins.keras.writers import HeldWriter, arrange, check_formats, saves_weights
 from ring_plugins.observe.consistency import chosen_interval
 
@@ -97,6 +97,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             ranks' gradients in every step.
         outer: with `sync_every`: "average", "nesterov", or the outer optimizer's learning rate and momentum.
         fragments: with `sync_every`: parts of the weights that take turns; a divisor of it.
+        delay: with `sync_every`: steps that go on while an exchange travels, less than `sync_every` / `fragments`.
         group: the ranks that train together, all by default. Others train something else, or pass a group of their own;
             each group writes its own files, so give these paths of their own.
 
@@ -128,6 +129,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         sync_every: int | str | None = None,
         outer: Literal["average", "nesterov"] | tuple[float, float] = "average",
         fragments: int = 1,
+        delay: int = 0,
         group: Group | None = None,
     ) -> None:
         super().__init__()
@@ -151,7 +153,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.compression, self.error_feedback = compression, error_feedback
         self.overlap: Wanted = overlap
         self.shard_optimizer = shard_optimizer
-        self.sync_every, self.outer, self.fragments = sync_every, outer, fragments
+        self.sync_every, self.outer, self.fragments, self.delay = sync_every, outer, fragments, delay
         chosen_overlap(overlap)  # these raise now rather than in fit
         local_settings(self)
         self.drift_check_every = chosen_interval(drift_check_every)
@@ -198,6 +200,9 @@ class BroadcastCallback(keras.callbacks.Callback):
         for fit in fits_of(self.model):  # an exception that the script keeps may keep an interrupted one alive
             fit.abandon()
         if are_several(self.ranks.communicator):
+            for name in ("sync_every", "outer", "fragments", "delay"):
+                own, remedy = getattr(self, name), f"Pass the same {name} to BroadcastCallback on all ranks."
+                check_equal(own, self.ranks.communicator, f"{name} differs among ranks", remedy)
             kind = SynchronizedFit if self.sync_every is None else LocalFit
             self._fit = kind(self, self._root, self._writers, self._saves_weights)
             self._fit.begin(call_when_over(self, self._fit.abandon))

@@ -5,7 +5,9 @@ different batches, by different shares of data or by time. Behind each epoch the
 averaged and callbacks validate or save: who is early takes part in the others' exchanges until they come. Then all
 ranks have the same weights, of which any may save or validate its own.
 
-That a rank wants to stop travels with the exchanges, in the place of one that is to leave: nobody leaves here.
+That a rank wants to stop, or was told to end, travels with the exchanges. Behind the one that tells of a signal all
+have the same weights: the root saves them, and all leave. Hosts may be at different batches then; the backup has the
+place of the one that has come least far, whose samples nobody skips.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +26,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import FLOATS
 from ring_plugins.core.arrays.memory import CACHE_LINE
 from ring_plugins.core.base.errors import ArgumentError, MismatchError
+from ring_plugins.core.base.log import logger
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.validation import on_all_or_none
 from ring_plugins.core.gradients.local_settings import Settings
@@ -31,6 +35,7 @@ from ring_plugins.core.groups import Group
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras.averaging import averagings_of
+from ring_plugins.keras.backup import own_state
 from ring_plugins.keras.consistency import LOCAL, updating_optimizers
 from ring_plugins.keras.running_fit import enclosing_list, tell_interrupted
 from ring_plugins.keras.state import value_of
@@ -51,7 +56,13 @@ def local_settings(callback: Any, steps: int | None = None) -> Settings | None:
     """
     compression = Compression.named(callback.compression, callback.error_feedback)
     exchanges = callback.sync_every, callback.outer, callback.fragments
-    return Settings.wanted("BroadcastCallback", *exchanges, compression, steps)
+    return Settings.wanted("BroadcastCallback", *exchanges, compression, steps, callback.delay)
+
+
+#: What a rank wants behind an exchange: to stop all ranks behind their epochs, or to tell that the job is to end.
+_STOP, _END = 1, 2
+#: By optimizer, of the last fit: the kind of outer optimizer, a checksum of the weights, the velocity, and exchanges.
+_kept: weakref.WeakKeyDictionary[Any, tuple[tuple[float, float], int, Array, Array]] = weakref.WeakKeyDictionary()
 
 
 class BetweenHosts(OuterSteps):
@@ -63,6 +74,7 @@ class BetweenHosts(OuterSteps):
     Attributes:
         communicator: of all ranks that train the model.
         team: those of this host, which average every step.
+        follows_signals: whether a signal that ends the job is told.
 
     Raises:
         ArgumentError: the job goes on when ranks are lost, the outer optimizer needs more exchanges, or an optimizer
@@ -71,10 +83,13 @@ class BetweenHosts(OuterSteps):
     """
 
     def __init__(self, callback: Any) -> None:
-        self._callback, self._last = callback, -1
+        self._callback, self._last, self.follows_signals = callback, -1, False
         host, params = current().topology.node_rank, callback.params or {}
         with on_all_or_none(callback.ranks.communicator, "the beginning of fit()"):
-            current().refuse_to_recover("BroadcastCallback(sync_every=...)")
+            current().refuse_to_recover(
+                f"BroadcastCallback(sync_every={callback.sync_every!r}), whose hosts are at different batches where "
+                "ranks would leave or join,"
+            )
             for averaging in averagings_of(callback._model):
                 raise ArgumentError(
                     f"BroadcastCallback(sync_every={callback.sync_every!r}) averages inside a host only, but the "
@@ -101,11 +116,13 @@ class BetweenHosts(OuterSteps):
         except BaseException:
             self.communicator.close()
             raise
+        current().elastic.exchanges += not self.is_idle  # which answer `preempted`, in place of passes
 
     def start(self) -> None:
         """Take the weights, which all ranks have in common now, for the anchor."""
         if self.is_idle:
             return
+        self._last = self._callback.backups.rest.first - 1
         model = self._callback.model
         trained = model.trainable_variables
         # Frozen layers' weights are equal on all ranks, and stay so.
@@ -117,7 +134,27 @@ class BetweenHosts(OuterSteps):
             if getattr(optimizer, "use_ema", False):  # of weights that each host has for itself
                 averaged += optimizer._model_variables_moving_average
         self.begin(VariableWeights(lambda: self._callback.model, trained, averaged))
+        self._go_on()
         averages_seldom()
+
+    def _go_on(self) -> None:
+        """Give the outer optimizer what it knew at a backup, or behind the last fit, if that has left these weights."""
+        optimizer, found = self._callback._model.optimizer, self._callback.backups.outer
+        kept = None if optimizer is None else _kept.get(optimizer)
+        goes_on = kept is not None and kept[:2] == (self._settings.outer, self._checksum_of_anchor())
+        if all(self.communicator.all_gather_object(goes_on, "local updates")):
+            assert kept is not None
+            found = found or kept[2:]
+        if found:
+            velocity, exchanges = found
+            self.load({"anchor": self.anchor, "velocity": velocity, "exchanges": exchanges})
+        self._tell_outer()
+
+    def _checksum_of_anchor(self) -> int:
+        return zlib.crc32(self.anchor.view(np.uint8))
+
+    def _tell_outer(self) -> None:
+        self._callback.backups.outer = [self._velocity, np.array(self.exchanges)]
 
     def after_batch(self, batch: int) -> None:
         """Count the steps up to this batch of the epoch, and exchange what is due.
@@ -135,13 +172,31 @@ class BetweenHosts(OuterSteps):
         self._last = -1
         self.exchange()
 
-    def wants_change(self) -> bool:
-        return bool(self._callback._model.stop_training)
+    def finish(self) -> None:
+        super().finish()
+        optimizer = self._callback._model.optimizer
+        if self.has_begun and optimizer is not None:
+            _kept[optimizer] = (self._settings.outer, self._checksum_of_anchor(), *self._callback.backups.outer)
+
+    def wants_change(self) -> int:
+        is_told = self.follows_signals and current().elastic.wants_change
+        return _STOP * bool(self._callback._model.stop_training) | _END * is_told
 
     def follow_changes(self, wanted: int) -> bool:
-        if wanted:
+        self._tell_outer()
+        if wanted & _STOP:  # each rank ends its epoch, and all exchange there
             self._callback._model.stop_training = True
-        return False  # each rank ends its epoch, and all exchange there
+        if wanted & _END:
+            current().elastic.change_members()
+        is_ending = current().elastic.is_ending
+        self._callback._model.stop_training |= is_ending and not self._callback.backups.exist
+        return is_ending
+
+    def close(self) -> None:
+        """End the communication of both levels."""
+        current().elastic.exchanges -= not self.is_idle
+        self.communicator.close()
+        self.team.close()
 
 
 class LocalFit(SynchronizedFit):
@@ -152,11 +207,12 @@ class LocalFit(SynchronizedFit):
         self._between = BetweenHosts(callback)
         self.team = self._team = self._between.team
         self._averages, self._codec = self.team.size > 1, (None, None)
-        self._backups.exist = False  # in the middle of an epoch, where hosts are at different batches
+        self._is_completing, self._batch, self._epoch = False, 0, 0
 
     def begin(self, finalizer: weakref.finalize[..., Any] | None) -> None:
         super().begin(finalizer)
-        self._stop.follows_signals = False  # the other hosts would not know of it
+        if not self._between.is_idle:  # the other hosts would not know of what is told behind a step
+            self._between.follows_signals, self._stop.follows_signals = self._stop.follows_signals, False
 
     def _start(self) -> None:
         super()._start()
@@ -164,16 +220,44 @@ class LocalFit(SynchronizedFit):
 
     def end_batch(self, batch: int, epoch: int) -> None:
         super().end_batch(batch, epoch)
-        if self._is_running:
+        self._batch, self._epoch = batch, epoch
+        if self._is_running and not self._between.is_idle:
             self._between.after_batch(batch)
+            assert self._uneven is not None
+            self._end_if_told(batch, epoch, self._uneven.may_go_on(batch))
+
+    def _back_up(self, batch: int, epoch: int) -> None:
+        if self._between.is_idle:
+            super()._back_up(batch, epoch)
+
+    def _end_if_told(self, batch: int, epoch: int, has_more: bool) -> None:
+        """Save and leave if an exchange has told that the job is to end; if nobody has more, when the epoch is over."""
+        if not current().elastic.is_ending or self._is_completing or not self._backups.exist:
+            return
+        self._between.exchange()  # unless this was one of all
+        self._is_completing = True
+        told = self._communicator.all_gather_object((batch, has_more, own_state(self.model)), "backup")
+        batches, more, states = zip(*told, strict=True)
+        if not any(more):
+            return
+        if min(batches) < max(batches) and self._root.is_here():
+            logger.warning(
+                f"sync_every={self._callback.sync_every!r}: the job ends where hosts have taken {min(batches) + 1} to "
+                f"{max(batches) + 1} steps of epoch {epoch + 1}. fit() goes on behind the first of these, and what "
+                "others have read since is read again."
+            )
+        self._backups.save(epoch, min(batches), True, states)
+        self._backups.leave()
 
     def _come_together(self) -> None:
         self._between.after_epoch()
+        if not self._between.is_idle:
+            self._end_if_told(self._batch, self._epoch, False)
 
     def end_epoch(self, epoch: int) -> None:
-        super().end_epoch(epoch)
         if self._is_running:
-            self._between.exchange()  # which tells if a callback wants to stop
+            self._between.exchange()  # which tells of signals, and if a callback wants to stop
+        super().end_epoch(epoch)
 
     def end(self) -> None:
         if self._is_running:
@@ -186,8 +270,7 @@ class LocalFit(SynchronizedFit):
 
     def _restore(self) -> None:
         super()._restore()
-        self._between.communicator.close()
-        self.team.close()
+        self._between.close()
 
 
 class VariableWeights:

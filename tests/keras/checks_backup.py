@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,8 @@ class Interrupting(keras.callbacks.Callback):
         self.steps += 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        slow_rank, seconds = options.get("slow", (-1, 0))
+        time.sleep(seconds * (slow_rank == ring.rank()))
         self.numbers.append(batch)
         self.rates.append(round(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)), 9))
         report("seen", self._model.seen)
@@ -114,7 +117,8 @@ def main() -> None:
         hidden = layers.Dropout(0.2)(layers.BatchNormalization()(hidden))
     model = Recording(inputs, layers.Dense(1)(hidden))
     passes = options.get("passes")
-    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=passes)
+    kind = getattr(keras.optimizers, options.get("optimizer", "Adam"))
+    optimizer = kind(0.01, gradient_accumulation_steps=passes)
     model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True)
     model.seen = []
     interrupting = Interrupting()

@@ -7,6 +7,7 @@ Run by test_local_updates.py, on ranks that count as several hosts.
 
 import os
 import pathlib
+import re
 import time
 
 import ring_plugins as ring
@@ -26,6 +27,7 @@ from ring_plugins.keras import (
     SyncBatchNormalization,
     undistribute,
 )
+from ring_plugins.keras.local_updates import BetweenHosts
 from tests.checks import run
 
 if keras.backend.backend() == "torch":
@@ -85,8 +87,8 @@ def fit(model, steps, epochs=2, callbacks=(), validate=False, **options):
 class Simulated:
     """All hosts in one process."""
 
-    def __init__(self, every, outer=(1.0, 0.0), fragments=1, optimizer="sgd", **options):
-        self.every, self.outer, self.fragments = every, outer, fragments
+    def __init__(self, every, outer=(1.0, 0.0), fragments=1, delay=0, optimizer="sgd", **options):
+        self.every, self.outer, self.fragments, self.delay = every, outer, fragments, delay
         self.models = {host: network(optimizer, **options) for host in dict.fromkeys(HOSTS)}
         self.anchor = self.trained(HOSTS[0])
         self.velocity, lines = np.zeros_like(self.anchor), -(-self.anchor.size // LINE)
@@ -96,38 +98,64 @@ class Simulated:
     def trained(self, host):
         return flat(self.models[host].trainable_variables).astype("float64")
 
-    def average(self, of):
-        return sum(of(host) for host in HOSTS) / SIZE  # each host as often as it has ranks
+    def average(self, of, steps=None):
+        """Of all ranks, so each host counts as often as it has ranks, and by its steps."""
+        steps = steps or dict.fromkeys(HOSTS, 1)
+        return sum(steps[host] * of(host) for host in HOSTS) / sum(steps[host] for host in HOSTS)
 
-    def exchange(self, part):
-        change = self.average(self.trained)[part] - self.anchor[part]
+    def exchange(self, part, steps=None, begun=None):
+        """Move weights by an exchange, which may have begun with earlier ones."""
+        begun = begun or {host: self.trained(host) for host in self.models}
+        change = self.average(begun.get, steps)[part] - self.anchor[part]
         lr, momentum = self.outer
         self.velocity[part] = momentum * self.velocity[part] + change
         self.anchor[part] += lr * (change + momentum * self.velocity[part])
         for host, model in self.models.items():
             whole = self.trained(host)
-            whole[part] = self.anchor[part]
+            whole[part] += self.anchor[part] - begun[host][part]
             put(model.trainable_variables, whole.astype("float32"))
 
-    def average_statistics(self):
-        average = self.average(lambda host: flat(self.models[host].non_trainable_weights))
+    def average_statistics(self, steps=None, begun=None):
+        average = self.average((begun or self.copies()[1]).get, steps)
         for model in self.models.values():
             put(model.non_trainable_weights, average)
 
+    def copies(self):
+        """By host, the weights, and the statistics."""
+        statistics = {host: flat(model.non_trainable_weights) for host, model in self.models.items()}
+        return {host: self.trained(host) for host in self.models}, statistics
+
+    def end_late(self, turn, weights, statistics):
+        self.exchange(self.parts[turn], begun=weights)
+        if turn == self.fragments - 1:
+            self.average_statistics(begun=statistics)
+
+    def step(self, host, steps, step):
+        """Take one of so many steps of an epoch on a host."""
+        parts = [data(steps, rank) for rank in range(SIZE) if HOSTS[rank] == host]
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        self.models[host].train_on_batch(*(np.concatenate([part[i][rows] for part in parts]) for i in (0, 1)))
+
     def run(self, steps, epochs):
         for _ in range(epochs):
-            turn, since = 0, [0] * self.fragments
+            turn, since, late = 0, [0] * self.fragments, None
             for step in range(steps):
-                for host, model in self.models.items():
-                    parts = [data(steps, rank) for rank in range(SIZE) if HOSTS[rank] == host]
-                    rows = slice(step * BATCH, (step + 1) * BATCH)
-                    model.train_on_batch(*(np.concatenate([part[i][rows] for part in parts]) for i in (0, 1)))
+                for host in self.models:
+                    self.step(host, steps, step)
                 since = [one + 1 for one in since]
+                if late and step == late[0]:
+                    self.end_late(*late[1:])
+                    late = None
                 if (step + 1) % (self.every // self.fragments) == 0:
-                    self.exchange(self.parts[turn])
-                    if turn == self.fragments - 1:
-                        self.average_statistics()
+                    if self.delay:
+                        late = step + self.delay, turn, *self.copies()
+                    else:
+                        self.exchange(self.parts[turn])
+                        if turn == self.fragments - 1:
+                            self.average_statistics()
                     since[turn], turn = 0, (turn + 1) % self.fragments
+            if late:
+                self.end_late(*late[1:])
             for part, count in zip(self.parts, since, strict=True):
                 if count:
                     self.exchange(part)
@@ -137,15 +165,17 @@ class Simulated:
 
 
 def all_ranks_compute_what_one_process_does():
-    for optimizer, every, outer, fragments in (
-        ("sgd", 3, (1.0, 0.0), 1),
-        ("adam", 3, (0.9, 0.6), 1),
-        ("adam", 6, (0.7, 0.3), 3),
+    for optimizer, every, outer, fragments, delay, fits in (
+        ("sgd", 3, (1.0, 0.0), 1, 0, 1),
+        ("adam", 6, (0.7, 0.3), 3, 0, 1),
+        ("sgd", 3, (0.9, 0.6), 1, 0, 2),  # with a velocity that goes on
+        ("adam", 6, (0.7, 0.3), 2, 2, 1),
     ):
-        simulated = Simulated(every, outer, fragments, optimizer)
+        simulated = Simulated(every, outer, fragments, delay, optimizer)
         expected = flat(simulated.run(7, 2))
         model = network(optimizer, seed=5 + RANK)  # which begins as rank 0's
-        fit(model, 7, sync_every=every, outer=outer, fragments=fragments)
+        for _ in range(fits):
+            fit(model, 7, 2 // fits, sync_every=every, outer=outer, fragments=fragments, delay=delay)
         np.testing.assert_allclose(flat(model.weights), expected, rtol=2e-4, atol=2e-5)
         assert are_equal(flat(model.weights))
 
@@ -242,12 +272,33 @@ def hosts_and_ranks_may_have_different_numbers_of_batches():
 
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.002 + 0.004 * HOST)
+        time.sleep(0.1 * HOST)
 
 
 def hosts_exchange_by_time():
-    model = network()
-    fit(model, 30, callbacks=[Slow()], sync_every="0.05s")
+    """One process takes as many steps between exchanges as each host has, and hosts weigh by these."""
+    steps, outer, model, counts = 20, (0.9, 0.6), network(), []
+    exchange = BetweenHosts._exchange
+
+    def noting(self, fragment, told):
+        counts.append({HOSTS[rank]: told[rank].since[fragment] for rank in range(SIZE)})
+        exchange(self, fragment, told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BetweenHosts, "_exchange", noting)
+        fit(model, steps, callbacks=[Slow()], sync_every="1s", outer=outer)
+    simulated, done = Simulated(1, outer), dict.fromkeys(HOSTS, 0)
+    for found in counts:
+        for host, count in found.items():
+            for _ in range(count):
+                simulated.step(host, steps, done[host] % steps)
+                done[host] += 1
+        if any(found.values()):
+            simulated.exchange(simulated.parts[0], found)
+            simulated.average_statistics(found)
+    assert {*done.values()} == {2 * steps}
+    assert IS_ONE_HOST or any(found[HOSTS[0]] > found[HOSTS[-1]] > 0 for found in counts), counts
+    np.testing.assert_allclose(flat(model.weights), flat(simulated.models[HOST].weights), rtol=2e-4, atol=2e-5)
     assert are_equal(flat(model.weights))
 
 
@@ -289,10 +340,16 @@ def sequences_of_fits_and_frozen_layers():
 
 def what_does_not_work_is_named_on_all_ranks():
     last = SIZE - 1
-    with pytest.raises(
-        ring.MismatchError, match=rf"every is 4 on rank 0 and 8 on rank {last}.*Give all ranks the same"
+    for name, first, second, more in (
+        ("sync_every", 4, 8, {}),
+        ("sync_every", None, "30s", {}),
+        ("outer", "average", (0.9, 0.6), {"sync_every": 4}),
     ):
-        fit(network(), 9, sync_every=8 if last == RANK else 4)
+        told = (
+            rf"{name} differs among ranks \(rank 0: {re.escape(str(first))}, .*rank {last}: {re.escape(str(second))}\)"
+        )
+        with pytest.raises(ring.MismatchError, match=f"{told}. Pass the same {name} to BroadcastCallback on all ranks"):
+            fit(network(), 9, **{name: second if last == RANK else first}, **more)
     with pytest.raises(ring.ArgumentError, match="with 2 exchanges.*sync_every is 4, and steps 10"):
         fit(network(), 5, sync_every=4, outer=(0.7, 0.9))
     saves = keras.callbacks.BackupAndRestore(os.path.join(PATH, "backup"), save_freq=2)
@@ -313,11 +370,12 @@ def an_exception_on_one_rank_ends_the_fit_of_all():
             if batch == 3 and RANK == SIZE - 1:
                 raise ZeroDivisionError
 
-    model = network()
-    with pytest.raises(ZeroDivisionError if RANK == SIZE - 1 else ring.RingError):
-        fit(model, 9, callbacks=[Raises()], sync_every=3)
-    fit(model, 5, sync_every=4)
-    assert are_equal(flat(model.weights))
+    for delay in (0, 2):
+        model = network()
+        with pytest.raises(ZeroDivisionError if RANK == SIZE - 1 else ring.RingError):
+            fit(model, 9, callbacks=[Raises()], sync_every=3, delay=delay)
+        fit(model, 5, sync_every=4)
+        assert are_equal(flat(model.weights))
 
 
 run([

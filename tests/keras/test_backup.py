@@ -157,11 +157,13 @@ def test_one_file_holds_weights_and_place_and_is_whole_at_any_time(tmp_path, mod
     writer = keras.callbacks.BackupAndRestore(str(tmp_path), double_checkpoint=True)
     writer.set_model(model)
     place = {"epoch": 3, "batch": 4, "ranks": 2, "steps": 7, "data": {"batches": 4}, "callbacks": {}}
-    first = backup.Backup(place, [np.arange(2)], [[np.ones(2), np.array(1.5)], [np.zeros(2), np.array(2.5)]], [])
+    own, outer = [[np.ones(2), np.array(1.5)], [np.zeros(2), np.array(2.5)]], [np.arange(3.0), np.array(7.0)]
+    first = backup.Backup(place, [np.arange(2)], own, [], outer)
     backup.write(writer, first)
     found = backup.read(writer._weights_path)
     assert found.place == place and found.seeds[0].tolist() == [0, 1]
     assert [[one.tolist() for one in own] for own in found.own] == [[[1, 1], 1.5], [[0, 0], 2.5]]
+    assert [one.tolist() for one in found.outer] == [[0, 1, 2], 7]
     weights = model.get_weights()
     monkeypatch.setattr(backup.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed there
     model.set_weights([weight + 1 for weight in weights])

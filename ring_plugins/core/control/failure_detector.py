@@ -57,6 +57,14 @@ from ring_plugins.core.net.auth import Disconnected
 OF_FUNCTIONS = ("ring", "group of ")
 #: That of what ranks match by names.
 OF_NAMES = "named operations"
+#: That of exchanges of weights, before which hosts may take different numbers of steps.
+OF_EXCHANGES = "local updates"
+#: What a rank has left out that is elsewhere.
+LAST_EXCHANGE = (
+    "Ranks may take different numbers of steps between exchanges, but all take part in the last one: behind its last "
+    "step each calls finish() of LocalUpdates, or strategy.exchange() of Fabric. With Lightning and Keras, fit() does "
+    "so where it ends."
+)
 #: What stands between the name of all of these, and one of them.
 IN_ONE = ": "
 #: Seconds for which a rank that breaks a communicator waits until the members know. They know within milliseconds, but
@@ -186,7 +194,9 @@ class FailureDetector:
                     )
                 batches = "the ranks took different numbers of steps: give every rank the same number of batches."
                 likely = f"Usually {batches}"
-                if communicator.startswith(OF_NAMES):
+                if communicator.startswith(OF_EXCHANGES):
+                    likely = LAST_EXCHANGE
+                elif communicator.startswith(OF_NAMES):
                     likely = f"Rank {rank} has called nothing of this name: all ranks must, by equal names."
                 elif communicator.startswith(OF_FUNCTIONS):  # a call of the script's own
                     whose = "All ranks" if communicator.startswith(OF_FUNCTIONS[0]) else "All members of the group"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ring_plugins.core.control.channel import Body, Channel
-from ring_plugins.core.control.failure_detector import OF_NAMES
+from ring_plugins.core.control.failure_detector import LAST_EXCHANGE, OF_EXCHANGES, OF_NAMES
 from ring_plugins.core.observe.stall_report import Waiting
 
 #: Seconds that ranks must wait for each other in different communicators before they are asked. Two ranks whose n-th
@@ -204,6 +204,8 @@ def _deadlock(number: int, circle: Sequence[Waiting]) -> Body:
         "Names match in any order, but a script that waits for one operation cannot call the next: call them in one "
         "order on all ranks, or begin all (in PyTorch, with *_async) before waiting."
         if all(wait.communicator.startswith(OF_NAMES) for wait in circle)
+        else LAST_EXCHANGE
+        if any(wait.communicator.startswith(OF_EXCHANGES) for wait in circle)
         else "The ranks took different paths through the program: different numbers of steps, or a condition that is "
         "true on some ranks only."
     )

@@ -157,6 +157,7 @@ def test_a_rank_that_left_fails_only_those_that_wait_for_it(monkeypatch):
             r"Does rank 2 make this call at all\? All ranks must: .* such as `if rank\(\) == 0:`. Otherwise the ranks",
         ),
         ("named operations, allreduce(name='x')", "Rank 2 has called nothing of this name: all ranks must"),
+        ("local updates", r"different numbers of steps between exchanges, but .* the last one: .* calls finish\(\)"),
         ("gradients", "Usually the ranks took different numbers of steps: give every rank the same number of batches"),
     ):
         with pytest.raises(PeerLeft, match=likely):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_plugins.core.observe.deadlock import _circles
+from ring_plugins.core.observe.deadlock import _circles, _deadlock
+from ring_plugins.core.observe.stall_report import Waiting
 from tests.launch import Launcher, run_ranks
 
 COMMON = """
@@ -131,6 +132,24 @@ def test_a_circle_in_which_one_rank_has_queued_its_part_is_no_deadlock() -> None
 )
 def test_circles_of_three_and_more(missing: dict[int, list[int]], found: list[list[int]]) -> None:
     assert _circles(missing) == found
+
+
+@pytest.mark.parametrize(
+    ("communicator", "cause"),
+    [
+        (
+            "local updates",
+            "Ranks may take different numbers of steps between exchanges, but all take part in the last one",
+        ),
+        ("gradients", "different numbers of steps, or a condition"),
+    ],
+)
+def test_a_deadlock_of_an_exchange_does_not_blame_numbers_of_steps(communicator: str, cause: str) -> None:
+    waits = [
+        Waiting(0, communicator, "exchange", 1, "", (1,), 0, 0, ""),
+        Waiting(1, "ring", "barrier", 2, "", (0,), 0, 0, ""),
+    ]
+    assert cause in _deadlock(1, waits)["text"]
 
 
 @settings(max_examples=200, deadline=None)
