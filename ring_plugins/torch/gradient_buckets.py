@@ -44,7 +44,7 @@ from ring_plugins.core.arrays.codec import Compression
 from ring_plugins.core.arrays.dtypes import STORAGE, Op
 from ring_plugins.core.arrays.memory import HostMemory, Memory
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError, RingError
+from ring_plugins.core.base.errors import ArgumentError, MismatchError, RingError
 from ring_plugins.core.collectives.api import Communicator, Work
 from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Bucket, BucketMemory, BucketSizes, Entry, FusionBuffer, FusionPlan
@@ -77,9 +77,10 @@ _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 #: Control numbers of a pass: the shares of ranks whose backward raised, of those that found sparse gradients, and of
 #: those with other averagers, of those that want ranks to leave or join, of those that have run out of data, and of
 #: those whose weight is not 1; and these ranks' weights, not what they lack to 1: where a weight is small, 16 bits
-#: cannot tell that from 1. The options of the optimizers follow.
-_FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _PARTS, _WEIGHTS = range(7)
-_OPTIONS = 7
+#: cannot tell that from 1; and the share of those whose pass is part of a CUDA graph. The options of the optimizers
+#: follow.
+_FAILED, _SPARSE, _OTHERS, _CHANGE, _ENDED, _PARTS, _WEIGHTS, _CAPTURED = range(8)
+_OPTIONS = 8
 _CONTROL = _OPTIONS + COUNT
 #: The shares where no rank tells anything.
 _NOTHING_TOLD = (0.0,) * _CONTROL
@@ -477,7 +478,8 @@ class GradientBuckets:
     def _write_tail(self, bucket: Bucket) -> None:
         """Write the flags of a bucket, as if no gradient were missing, and the control numbers of the last one."""
         is_last = bucket.index == len(self.plan.buckets) - 1
-        if is_last and not (self._streams is not None and is_capturing()):
+        captures = self._streams is not None and is_capturing()
+        if is_last and not captures:
             if self.replaced and (gone := [name for name, one in self.replaced.items() if not one.is_used]):
                 self.noted = f"{self.noted}{' and ' if self.noted else ''}has replaced {listed(gone)} in the model"
             trained = self._checks.trained
@@ -496,6 +498,8 @@ class GradientBuckets:
                 self._written_number = number
         self._tails[bucket.index].copy_(self._usual_tails[bucket.index])
         is_part = self._checks.weight != 1 or self._checks.has_ended
+        if is_last and captures:
+            self._control[_CAPTURED].fill_(1)
         if is_last and (self._is_failing or self._found_sparse or self.has_others or self.wants_change or is_part):
             # By fill_, since an assignment copies a number from the host: no CUDA graph can capture that.
             told = self._is_failing, bool(self._found_sparse), self.has_others, self.wants_change
@@ -561,6 +565,8 @@ class GradientBuckets:
             return _ORDINARY
         failed, any_sparse, has_others, members_change, ended, *_ = told
         options = told[_OPTIONS:]
+        if told[_CAPTURED]:
+            self._reject_captured_alone()
         if failed:
             self._forget_pass()
             return Outcome(failed, [])
@@ -639,14 +645,16 @@ class GradientBuckets:
 
         Raises:
             RingError: a rank found a sparse gradient that was dense, or missing on all ranks, in the first pass.
-            MismatchError: the options of the optimizers differed.
+            MismatchError: the options of the optimizers differed, or another rank replays a CUDA graph.
         """
         if self._late_control is None:
             return 0.0
-        failed, sparse, options = self._late()
-        if (failed or sparse or differ(options)) and torch.cuda.is_available() and not is_capturing():
+        failed, sparse, captured, options = self._late()
+        if (failed or sparse or captured or differ(options)) and torch.cuda.is_available() and not is_capturing():
             torch.cuda.synchronize()  # the copy may be under way: a part of it beside a part of the one before
-            failed, sparse, options = self._late()
+            failed, sparse, captured, options = self._late()
+        if captured:
+            self._reject_captured_alone()
         if sparse:
             self._reject_late_sparse()
         if differ(options) and not failed:
@@ -654,9 +662,20 @@ class GradientBuckets:
             self._checks.options.reject(error, self._communicator.rank, self._checks.passes - 1)
         return failed
 
-    def _late(self) -> tuple[float, float, tuple[float, ...]]:
+    def _late(self) -> tuple[float, float, float, tuple[float, ...]]:
         shares = self._shares(cast("torch.Tensor", self._late_control))
-        return shares[_FAILED], shares[_SPARSE], shares[_OPTIONS:]
+        return shares[_FAILED], shares[_SPARSE], shares[_CAPTURED], shares[_OPTIONS:]
+
+    def _reject_captured_alone(self) -> None:
+        """Raise on this rank, before it waits for a comparison that a replayed graph takes no part in."""
+        communicator = self._communicator
+        error = MismatchError(
+            f"{communicator.name}: rank {communicator.ranks[communicator.rank]} takes an ordinary step while another "
+            "rank replays a CUDA graph of its step, which compares nothing with others. Capture and replay at the same "
+            "steps on all ranks, or on none."
+        )
+        communicator.interrupt("averaging gradients", error)  # whose GPU would wait for this rank
+        raise error
 
     def _reject_late_sparse(self) -> None:
         names = ", ".join(self.names[i] for i in sorted(self._found_sparse)) or "a parameter on another rank"

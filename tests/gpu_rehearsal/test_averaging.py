@@ -52,6 +52,13 @@ def test_what_no_graph_can_hold_is_rejected(rehearse, case, text):
     assert len(texts) == 2 and all(text in one for one in texts), texts
 
 
+def test_a_rank_alone_that_replays_a_graph_is_told(rehearse):
+    """The other one would wait for it on the host, where a graph compares nothing."""
+    result = rehearse("captured_wrongly", "alone", check=False)
+    assert "Capture and replay at the same steps on all ranks, or on none" in result.reports[0]["error"], result
+    assert "rank 1 ends because rank 0 failed" in result.output or "rank 0" in result.reports[1]["error"], result
+
+
 def test_ddp_over_the_ring_process_group(rehearse):
     result = rehearse("ring_group", lag=200)
     assert result.values("unlike DDP") == [0, 0]

@@ -1,6 +1,7 @@
-"""Captures that cannot work, each in a process of its own: `captured_wrongly.py first|continue|missing`.
+"""Captures that cannot work, each in a process of its own: `captured_wrongly.py first|continue|missing|alone`.
 
-Without ordinary steps before, in a job that goes on when ranks are lost, or with a parameter that gets no gradient.
+Without ordinary steps before, in a job that goes on when ranks are lost, with a parameter that gets no gradient, or on
+one rank while the other takes ordinary steps.
 """
 
 import os
@@ -37,12 +38,20 @@ with torch.cuda.stream(side):
         step(False)
 torch.cuda.current_stream().wait_stream(side)
 try:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        step(case == "missing")
+    graph = torch.cuda.CUDAGraph()
+    if case != "alone" or ring.rank():
+        with torch.cuda.graph(graph):
+            step(case == "missing")
+    for _ in range(30 if case == "alone" else 0):
+        graph.replay() if ring.rank() else step(False)
+        torch.cuda.synchronize()
+        optimizer.averager.check()
     report("error", "")
 except Exception as error:  # torch's, about a capture that is not whole, in the context of ours
     found: BaseException | None = error
     while found is not None and not isinstance(found, ring.RingError):
         found = found.__context__
     report("error", str(found or error))
+    if case == "alone":
+        raise
 os._exit(0)
