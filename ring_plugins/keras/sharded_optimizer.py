@@ -135,6 +135,8 @@ class ShardedUpdates:
 
     def disconnect(self) -> None:
         """Leave the other ranks; the parts stay."""
+        if self._slices is not None:
+            self._slices.disconnect()
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
@@ -187,6 +189,8 @@ class ShardedUpdates:
         vars(optimizer).pop("_exclude_from_weight_decay_cache", None)  # whose keys may come again
         optimizer._trainable_variables_indices = {}
         optimizer.built = False
+        if self._slices is not None:
+            self._slices.disconnect()
         self._slices = None
         self._index_of_slot = {}
         return had

@@ -113,20 +113,23 @@ class Slices(abc.ABC):
             Only between `load` and `gather` they have values.
 
     Raises:
-        ArgumentError: a variable is on a GPU.
+        ArgumentError: a variable is on a GPU, on TensorFlow and JAX; or variables are on several devices.
     """
 
     #: Whether gradients may have only some rows.
     between_rows = False
     #: Whether parts are views of the variables' memory.
     in_place = False
+    #: Whether they may be in the memory of a GPU.
+    on_gpus = False
 
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         for variable in variables:
-            if self._is_on_gpu(variable):
+            if not self.on_gpus and self._is_on_gpu(variable):
                 raise ArgumentError(
-                    f"{variable.path} is on a GPU; sharded optimizers update variables in the memory of CPUs. Leave "
-                    "out shard_optimizer."
+                    f"{variable.path} is on a GPU, where sharded optimizers update variables of torch only, since "
+                    f"{keras.backend.backend()} gives no access to their memory in a step. Leave out shard_optimizer, "
+                    "or set KERAS_BACKEND=torch."
                 )
         self._wholes = list(variables)
         self.layout = SliceLayout(variables, rank, size, self.between_rows)
@@ -154,7 +157,14 @@ class Slices(abc.ABC):
             "Each rank updates a part of the weights, so all must update in the same way: set the same options and "
             "load the same checkpoint on all ranks.",
         )
-        self._gather = SliceGather(self.layout.plan, self.layout.rounds, communicator, self.in_place)
+        self._gather = self._gathering(communicator)
+
+    def _gathering(self, communicator: Communicator[Any]) -> SliceGather:
+        return SliceGather(self.layout.plan, self.layout.rounds, communicator, self.in_place)
+
+    def disconnect(self) -> None:
+        """Close what `connect` has made besides the communicator; it may have been closed before."""
+        return
 
     def compare(self, options: dict[str, object]) -> None:
         """Compare among the ranks what an update depends on besides gradients. Collective.

@@ -57,7 +57,7 @@ class ParameterSlices:
         self._addresses = list(map(_address, self.parameters))
         self.tensors = [self._view(piece) for piece in self.pieces]
         on_gpu = self.parameters[0] if is_on_gpu(self.parameters[0]) else None
-        arrays = HostArrays() if on_gpu is None else _DeviceArrays(on_gpu.device)
+        arrays = HostArrays() if on_gpu is None else DeviceArrays(on_gpu.device)
         self._gather = SliceGather(plan, self._rounds, communicator, in_place=True, arrays=arrays)
         self._map_memory()
 
@@ -162,7 +162,7 @@ def _on_host(state: Any) -> Any:
     return [_on_host(value) for value in state] if type(state) is list else state
 
 
-class _DeviceArrays:
+class DeviceArrays:
     """Tensors of one GPU; see `core.gradients.slices.Arrays`. Nothing here waits for the GPU."""
 
     def __init__(self, device: torch.device) -> None:

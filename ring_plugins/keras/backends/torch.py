@@ -14,7 +14,9 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.collectives.api import Communicator
 from ring_plugins.core.collectives.recovery import repeated
+from ring_plugins.core.gpu.communicator import DeviceCommunicator
 from ring_plugins.core.gradients.fusion import Entry
+from ring_plugins.core.gradients.slices import SliceGather
 from ring_plugins.core.joining.state_transfer import Root
 from ring_plugins.core.world import current
 from ring_plugins.keras import backends, slices
@@ -23,8 +25,9 @@ from ring_plugins.keras.buckets import unequal_gradients
 from ring_plugins.keras.consistency import KerasChecks
 from ring_plugins.observe.consistency import Check
 from ring_plugins.observe.same_samples import tell_if_same
-from ring_plugins.torch.device import array_of
+from ring_plugins.torch.device import array_of, streams
 from ring_plugins.torch.gradients import GradientAverager
+from ring_plugins.torch.parameter_slices import DeviceArrays
 
 T = TypeVar("T")
 
@@ -136,10 +139,18 @@ class Exchange(backends.Exchange):
 class Slices(slices.Slices):
     """See the base class. Parts are views of the variables' memory, which is also where the others' parts go."""
 
-    in_place = True
+    in_place = on_gpus = True
 
     def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
         super().__init__(variables, rank, size)
+        self._on_gpu: DeviceCommunicator | None = None
+        self._device = variables[0].value.device if variables else torch.device("cpu")
+        for variable in variables:
+            if variable.value.device != self._device:
+                raise ArgumentError(
+                    f"{variable.path} is on {variable.value.device}, and {variables[0].path} on {self._device}; a "
+                    "sharded optimizer needs all variables on one device."
+                )
         for variable in variables:
             if not variable.value.is_contiguous():  # some initializers transpose
                 variable.value.data = variable.value.data.contiguous()
@@ -148,6 +159,20 @@ class Slices(slices.Slices):
 
     def _is_on_gpu(self, variable: Any) -> bool:
         return bool(variable.value.device.type != "cpu")
+
+    def _gathering(self, communicator: Communicator[Any]) -> SliceGather:
+        if self._device.type == "cpu":
+            return super()._gathering(communicator)
+        index = self._device.index
+        self._on_gpu = current().new_device_communicator(
+            "sharded updates on GPUs", index, streams(index), within=communicator
+        )
+        return SliceGather(self.layout.plan, self.layout.rounds, self._on_gpu, True, DeviceArrays(self._device))
+
+    def disconnect(self) -> None:
+        if self._on_gpu is not None:
+            self._on_gpu.close()
+            self._on_gpu = None
 
     @torch.no_grad()
     def load(self, i: int) -> None:  # a script may have replaced the variable's memory
@@ -162,7 +187,7 @@ class Slices(slices.Slices):
         self.compare({name: option.item() for name, option in options.items()})
         for number, present in self.rounds(indices):
             flats = {i: self._wholes[i].value.detach().reshape(-1) for i in present}
-            wholes = {i: array_of(flat) for i, flat in flats.items()}
+            wholes: Any = flats if self._on_gpu else {i: array_of(flat) for i, flat in flats.items()}
             own = {i: wholes[i][slice(*self.layout.ranges[i])] for i in present if not self.layout.is_empty(i)}
             self._gather.run(number, present, wholes, own)
             torch.autograd.graph.increment_version(list(flats.values()))  # so that it notices a late backward
