@@ -8,6 +8,12 @@ from ring_plugins.cli.main import app
 from ring_plugins.launcher import growth
 
 
+@pytest.fixture(autouse=True)
+def no_job_runs(monkeypatch):
+    """A job that the same user runs beside the tests would be named in what the command prints."""
+    monkeypatch.setattr(growth, "running_jobs", dict)
+
+
 def run(*arguments):
     result = CliRunner().invoke(app, ["add-ranks", *arguments])
     return result.exit_code, result.output
