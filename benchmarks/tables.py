@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py            # reads benchmarks/results, writes the pages that have tables
 
-Each stands between the comments `<!-- results: NAME -->` and `<!-- end -->`, where NAME is a function below.
+Each stands between the comments `<!-- results: NAME -->` and `<!-- end -->`, where NAME is a function below. Figures
+inside a sentence do, too; the first comment then does not begin a line.
 tests/test_documentation.py checks that both agree.
 """
 
@@ -149,6 +150,72 @@ def summary() -> str:
     )
 
 
+def span(ratios: Sequence[float], scale: int = 1) -> str:
+    """The least and the largest of them, as "0.49 to 0.90", or with a scale of 100, as "18 to 44 %"."""
+    least, largest = min(ratios) * scale, max(ratios) * scale
+    return f"{least:.0f} to {largest:.0f} %" if scale == 100 else f"{least:.2f} to {largest:.2f}"
+
+
+def bucket_to_copy() -> str:
+    """The range of an all-reduce in a bucket to a plain copy, from 16 MiB on."""
+    found = load("all_reduce")["seconds"].items()
+    return span([t["ring bucket"]["median"] / t["plain copy"]["median"] for n, t in found if int(n) >= 16 << 20])
+
+
+def ratios_to_ring(name: str, least: int = 0, most: int = 1 << 40, hosts: Sequence[int] = (2, 3, 4)) -> list[float]:
+    """An all-reduce's time by one way to that of "ring", in the rows of the table between hosts that have both."""
+    return [
+        times[name]["median"] / times["ring"]["median"]
+        for one in load("between_hosts")["networks"]
+        for n, times in one["seconds"].items()
+        if one["hosts"] in hosts and name in times and least <= int(n) <= most and int(n) in _SHOWN
+    ]
+
+
+def sockets_to_mpi() -> str:
+    """The range of our all-reduce over sockets to the same over MPI."""
+    return span([1 / ratio for ratio in ratios_to_ring("ring over MPI")])
+
+
+def of_the_wire(nbytes: int, hosts: int, rate: str, *names: str) -> str:
+    """The share of the wire's limit that the fastest of these ways reaches."""
+    (one,) = (one for one in load("between_hosts")["networks"] if (one["hosts"], one["rate"]) == (hosts, rate))
+    best = min(one["seconds"][str(nbytes)][name]["median"] for name in names)
+    return f"{limit(nbytes, hosts, rate) / best:.0%}".replace("%", " %")
+
+
+def slow_wire() -> str:
+    """Shares of the limit where the wire is the bottleneck."""
+    two, four = (of_the_wire(25 << 20, hosts, "1gbit", "ring", "ring bucket") for hosts in (2, 4))
+    return f"{two} of the wire's limit with two hosts and {four} with four"
+
+
+def fast_wire() -> str:
+    """Shares of the limit where the cores are the bottleneck, with 25 and 100 MiB."""
+    ways = ("ring", "ring bucket"), ("bare sockets",), ("MPI",), ("gloo",)
+    (ring, large), *others = (
+        [of_the_wire(mib << 20, 2, "10gbit", *names) for mib in (25, 100)] for names in ways
+    )  # fmt: skip
+    rest = ", ".join(
+        f"{names[0]} {one.removesuffix(' %')} and {two}" for names, (one, two) in zip(ways[1:], others, strict=True)
+    )
+    return f"25 MiB reach {ring} of the limit, and 100 MiB {large}; {rest.replace('sockets', 'sockets reach')}"
+
+
+def mpi_is_faster() -> str:
+    """How much less time MPI takes for small messages; it and gloo are faster for none from 1 MiB on."""
+    large = [*ratios_to_ring("MPI", 1 << 20), *ratios_to_ring("gloo", 1 << 20)]
+    assert min(large) > 1, "the sentence behind this one is not true any more"
+    two, more = (
+        span([1 - ratio for ratio in ratios_to_ring("MPI", 0, 16 << 10, hosts)], 100) for hosts in ((2,), (3, 4))
+    )
+    medium = span([1 - ratio for ratio in ratios_to_ring("MPI", 64 << 10, 64 << 10, (3, 4))], 100)
+    return (
+        f"Between two hosts, MPI takes {two} less time up to 16 KiB, because its C is faster than our Python.\n"
+        f"Between three and four hosts it takes {more} less up to 16 KiB, and {medium} less for 64 KiB."
+    )
+
+
 def kills() -> str:
     """What is kept of a training while ranks are killed, the time that a kill costs, and the longest pause."""
     record = load("kills")
@@ -285,6 +352,7 @@ def healing_recovery() -> str:
 ROOT = Path(__file__).parent.parent
 PAGES = (
     "slow_networks",
+    "networks",
     "performance",
     "performance_details",
     "fault_tolerance_launchers",
@@ -292,7 +360,7 @@ PAGES = (
     "testing",
 )
 DOCUMENTS = *(ROOT / "docs" / f"{page}.md" for page in PAGES), ROOT / "README.md"
-RESULT = re.compile(r"(<!-- results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+RESULT = re.compile(r"(<!-- results: (\w+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
 MADE = {
     make.__name__: make
     for make in (
@@ -310,6 +378,11 @@ MADE = {
         healing_cost,
         healing_recovery,
         summary,
+        bucket_to_copy,
+        sockets_to_mpi,
+        slow_wire,
+        fast_wire,
+        mpi_is_faster,
     )
 }
 
