@@ -321,7 +321,9 @@ def campaign_rows(
     groups: dict[str, dict[str, int]], columns: dict[str, str], prefix: str = "", total: str = ""
 ) -> list[list[str]]:
     """A row for each group of a campaign's jobs, and one of their sums if it has a name."""
-    rows = [[f"{prefix}{name}", *(str(found[one]) for one in columns)] for name, found in groups.items()]
+    rows = [
+        [f"{prefix}{_POINTS.get(name, name)}", *(str(found[one]) for one in columns)] for name, found in groups.items()
+    ]
     sums = [f"**{sum(found[one] for found in groups.values())}**" for one in columns]
     return [*rows, [f"**{total}**", *sums]] if total else rows
 
