@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _hide_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HIDDEN_PACKAGES", "matplotlib scipy")  # see tests/python_path/sitecustomize.py
+    monkeypatch.setenv("HIDDEN_PACKAGES", "matplotlib scipy transformers")  # see tests/python_path/sitecustomize.py

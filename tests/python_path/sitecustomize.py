@@ -18,7 +18,9 @@ if _directory and hasattr(signal, "SIGUSR1"):
 # Keras and Lightning import these where they are installed, for tools that hardly a test uses: a third to a half of the
 # time in which they start.
 _backend = os.environ.get("KERAS_BACKEND")
-_hidden = {*os.environ.get("HIDDEN_PACKAGES", "jax matplotlib sklearn" if _backend else "").split()} - {_backend}
+_hidden = {
+    *os.environ.get("HIDDEN_PACKAGES", "jax matplotlib sklearn transformers" if _backend else "transformers").split()
+} - {_backend}
 if _hidden:
     import importlib.metadata
 

@@ -72,7 +72,7 @@ def test_accelerate(launcher):
 @pytest.mark.slow
 def test_the_trainer_of_transformers(tmp_path):
     pytest.importorskip("transformers")
-    env = {"TEST_ROOT": str(tmp_path)}
+    env = {"TEST_ROOT": str(tmp_path), "HIDDEN_PACKAGES": "", "HF_HUB_OFFLINE": "1"}
     result, alone = (run_ranks(TRAINER, ranks, "mpirun", env=env, timeout=180) for ranks in (2, 1))
     assert sorted(result.values("place")) == [[0, 2], [1, 2]]
     first, second = result.values("weights")
