@@ -102,7 +102,7 @@ def test_another_number_of_ranks_reads_the_rest(tmp_path, backend, before, after
         pairs = zip(whole.values("numeric")[0], second.values("numeric")[0], strict=True)
         assert max(np.abs(np.subtract(a, b)).max() for a, b in pairs) < 1e-6
         logs = whole.values("history")[0], second.values("history")[0]
-        assert np.allclose(logs[0]["mae"][-2:], logs[1]["mae"], rtol=1e-6)
+        assert np.allclose(logs[0]["mae"], logs[1]["mae"], rtol=1e-6)  # the backup has those before, too
 
 
 @pytest.mark.slow
