@@ -77,7 +77,8 @@ def shard(
 
         batch_size: samples per rank and step, for arrays only; 32 by default.
         global_batch_size: samples of a step on all ranks together, for arrays only, in place of `batch_size`: a
-            multiple of the number of ranks. So a run on another number of ranks has steps of the same samples.
+            multiple of the number of ranks. So a run on another number of ranks has steps of the same samples, and so
+            has a `fit` with `BroadcastCallback` that goes on when ranks are lost or leave (docs/batch_size.md).
         shuffle: whether to shuffle. By default arrays and `PyDataset`s are shuffled, a `DataLoader` if it was before,
             and streams are not. For a `tf.data.Dataset`, a number is the size of the shuffle buffer; True is a buffer
             for all elements.
@@ -105,6 +106,7 @@ def shard(
     leaves = keras.tree.flatten(data) if isinstance(data, tuple | list | dict) else [data]
     is_arrays = any(map(_is_array, leaves)) and all(leaf is None or _is_array(leaf) for leaf in leaves)
     if global_batch_size is not None:
+        rank, size = ranks.rank, ranks.size
         batch_size = _share_of(global_batch_size, batch_size, type(data).__name__ if not is_arrays else "", rank, size)
     if isinstance(data, keras.utils.PyDataset):
         return ShardedBatches(data, rank, size, shuffle is not False, seed, remainder)
@@ -121,8 +123,9 @@ def shard(
     if _is_from(data, "torch", "DataLoader"):
         return shard_data_loader(data, rank, size, shuffle, seed, remainder)
     if is_arrays:
+        per_rank = 32 if batch_size is None else batch_size
         return ShardedArrays(
-            data, 32 if batch_size is None else batch_size, rank, size, shuffle is not False, seed, remainder
+            data, per_rank, rank, size, shuffle is not False, seed, remainder, global_batch_size, group
         )
     if isinstance(data, tuple | list | dict):
         kinds = {type(leaf).__name__ for leaf in leaves if not _is_array(leaf)} - {"NoneType"}
@@ -159,12 +162,14 @@ def _share_of(global_batch_size: Any, batch_size: int | None, kind: str, rank: i
             f"{given} got data={kind}, whose batches are made already, or elsewhere: pass arrays, or make batches of "
             f"{global_batch_size} / {size} samples there."
         )
-    if connect().recovers:
+    if connect().replaces:
         raise ArgumentError(
-            f'{given} with on_failure="continue" or "replace": ranks that are left keep their shares in Keras, and '
-            "steps would have fewer samples. Leave on_failure out, and start again with another number of ranks, from "
-            "a checkpoint. RingStrategy(global_batch_size=...) and ring_plugins.torch.GlobalBatches can go on."
+            f'{given} with on_failure="replace": a process that takes a place in Keras does so at the end of an epoch, '
+            'with the batch size of the others. Use on_failure="continue". RingStrategy(global_batch_size=...) and '
+            "ring_plugins.torch.GlobalBatches go on with both."
         )
+    if connect().recovers and global_batch_size >= size:  # ranks may be lost already
+        return -(-int(global_batch_size) // size)
     if global_batch_size % size:
         fitting = global_batch_size - global_batch_size % size
         choices = " or ".join(str(one) for one in (fitting, fitting + size) if one)
@@ -327,7 +332,8 @@ class Order:
             raise ArgumentError(f"batch_size={per_rank!r} is not a positive number.")
         self._count, self._per_rank, self._rank, self._size = count, per_rank, rank, size
         self.is_shuffled, self._seed, self._remainder = shuffle, seed, remainder
-        self._is_used = False
+        self._is_used, self.follows_ranks, self._together = False, False, per_rank * size
+        self._group: Group | None = None
         self.set_epoch(0)
         if self.steps == 0:
             raise ArgumentError(
@@ -336,13 +342,18 @@ class Order:
             )
         _orders[next(_numbers)] = self
 
+    def keep_steps(self, together: int, group: Group | None) -> None:
+        """Give each step so many items, divided among the ranks that are there when it is taken."""
+        self.follows_ranks, self._together, self._group = True, together, group
+        self.set_epoch(0)
+
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         """Compute the order of an epoch, or what is left of it behind so many items, which all ranks have had."""
         self.epoch, self.consumed = epoch, consumed
         whole = np.arange(self._count)
         if self.is_shuffled:
             np.random.default_rng((self._seed, epoch)).shuffle(whole)
-        order, together = whole[consumed:], self._per_rank * self._size
+        order, together = whole[consumed:], self._together
         self.steps = len(order) // together if self._remainder == "drop" else -(-len(order) // together)
         if self._remainder == "pad":
             order = np.append(order, np.resize(whole, self.steps * together - len(order)))
@@ -377,7 +388,7 @@ class Order:
         Args:
             is_over: whether the order ends there; without steps, whether it has ended before.
         """
-        consumed = min(self.consumed + steps * self._per_rank * self._size, self._count)
+        consumed = min(self.consumed + steps * self._together, self._count)
         epoch, consumed = (self.epoch + (steps > 0 or self._is_used), 0) if is_over else (self.epoch, consumed)
         return {"count": self._count, "seed": self._seed, "epoch": epoch, "consumed": consumed}
 
@@ -408,13 +419,18 @@ class Order:
 
     def step(self, number: int) -> Indices:
         """This rank's items of a step."""
-        together = self._per_rank * self._size
-        all_ranks = self._order[number * together : (number + 1) * together]
+        all_ranks = self._order[number * self._together : (number + 1) * self._together]
         if self.is_empty:
             return all_ranks[:1]
-        if len(all_ranks) == together:
-            return all_ranks[self._rank * self._per_rank : (self._rank + 1) * self._per_rank]
-        return np.array_split(all_ranks, self._size)[self._rank]
+        rank, size = self._rank, self._size
+        if self.follows_ranks:
+            ranks = members(self._group).communicator
+            rank, size = ranks.rank, ranks.size
+        return np.array_split(all_ranks, size)[rank]
+
+    def is_for_all(self, size: int) -> bool:
+        """Whether each of so many ranks has a part of the last step."""
+        return self._remainder != "keep" or len(self._order) % self._together not in range(1, size)
 
     @property
     def is_empty(self) -> bool:
@@ -444,7 +460,16 @@ class ShardedArrays(keras.utils.PyDataset):
     """This rank's batches of arrays."""
 
     def __init__(
-        self, arrays: Any, batch_size: int, rank: int, size: int, shuffle: bool, seed: int, remainder: str
+        self,
+        arrays: Any,
+        batch_size: int,
+        rank: int,
+        size: int,
+        shuffle: bool,
+        seed: int,
+        remainder: str,
+        global_batch_size: int | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         arrays = keras.tree.map_structure(lambda array: None if array is None else _by_position(array), arrays)
@@ -453,6 +478,8 @@ class ShardedArrays(keras.utils.PyDataset):
             raise ArgumentError(f"data has arrays of different lengths {sorted(lengths)}; they must be equal.")
         self._arrays = arrays
         self._order = Order(lengths.pop(), batch_size, rank, size, shuffle, seed, remainder)
+        if global_batch_size is not None:
+            self._order.keep_steps(int(global_batch_size), group)
 
     def __len__(self) -> int:
         return self._order.own_steps

@@ -32,7 +32,8 @@ from ring_plugins.keras.batch_norm import SynchronizedBatchNorm
 from ring_plugins.keras.consistency import KerasChecks, check_end_of_fit, options_of, rates_of
 from ring_plugins.keras.job import connect, members
 from ring_plugins.keras.joining import joined_between_fits, place_of_fit, share_state
-from ring_plugins.keras.running_fit import enclosing_list, ends_on_all, tell_interrupted
+from ring_plugins.keras.running_fit import argument_of_fit, enclosing_list, ends_on_all, tell_interrupted
+from ring_plugins.keras.shard import order_of
 from ring_plugins.keras.sharded_optimizer import readmit
 from ring_plugins.keras.state import (
     average_variables,
@@ -43,6 +44,7 @@ from ring_plugins.keras.state import (
 )
 from ring_plugins.keras.uneven import UnevenData
 from ring_plugins.keras.validation import CHANGE, FIT, STOP, SynchronizedStop, check_equal, check_other_parallelism
+from ring_plugins.keras.whole_steps import WholeSteps
 from ring_plugins.keras.writers import HeldWriter, warn_of_lone_writers
 from ring_plugins.observe.consistency import check_equal_after_losses, is_check_wanted, is_compared_after
 
@@ -186,6 +188,9 @@ class SynchronizedFit:
         self._uneven.install(active)
         make_train_function(model)
         model.train_function = self._uneven.stepping(model.train_function)
+        if (order := order_of(argument_of_fit("x"))) is not None and order.follows_ranks and current().recovers:
+            full = self._uneven.full if options.sync_every is None else None
+            model.train_function = WholeSteps(model, order, full).stepping(model.train_function)
         self._stop.watch_steps(model)
         self._passes_before = self._passes()
         self._steps_until_check = max((averaging.accumulation_steps for averaging in active), default=1)

@@ -26,7 +26,7 @@ def test_steps_of_a_global_batch_are_those_of_one_process(seen):
             assert f"shard(global_batch_size={size}) on rank {rank}: that is not a positive number" in text
         assert f"shard(global_batch_size=7) on rank {rank} is no multiple of the number of ranks, 2: take 6 or 8" in odd
         assert "also got batch_size=4" in both and "got data=generator" in stream
-        assert 'with on_failure="continue" or "replace"' in recovers
+        assert 'with on_failure="replace": a process that takes a place' in recovers
 
 
 @on_ranks("arrays_of_other_kinds", "torch", slow=("tensorflow", "jax"))

@@ -52,7 +52,7 @@ def global_batch() -> Any:
 
     own = fitted(shard((x, x[:, :1]), global_batch_size=8, seed=2), BroadcastCallback())
     expected = fitted(ShardedArrays((x, x[:, :1]), 8, 0, 1, True, 2, "drop"))
-    with mock.patch.object(current(), "recovers", True):
+    with mock.patch.object(current(), "replaces", True):
         recovers = error_of(lambda: shard(x, global_batch_size=8))
     return {
         "error": max(abs(one - other) for one, other in zip(own, expected, strict=True)),
