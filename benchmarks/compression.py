@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="number of test hosts")
     parser.add_argument("--rate", action="append", help="rate of each link: 100mbit, 1gbit, none; may be repeated")
-    parser.add_argument("--repetitions", type=int, default=5, help="turns of each codec")
+    parser.add_argument("--repetitions", type=int, default=7, help="turns of each codec")
     parser.add_argument("--here", action="store_true", help="measure among the ranks that mpirun started")
     parser.add_argument("--address", help="address of rank 0's host, with --here")
     parser.add_argument("--out", help="file for the result, with --here")

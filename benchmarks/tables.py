@@ -267,6 +267,36 @@ def time_to_loss() -> str:
     return table(header, rows) + f"\n\n({record['machine']})"
 
 
+def compression() -> str:
+    """Median ms of an all-reduce between hosts by codec, and of steps with each way that "auto" tries, where kept."""
+    record, codecs = load("compression"), ["none", "bf16", "fp16", "int8"]
+    reduced, trained = [], []
+    for one in record["networks"]:
+        rate = one["rate"].replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
+        ms = {name: times["median"] * 1e3 for name, times in one["seconds"].items()}
+        for size, shown in (("0.001", "1e-3"), ("1e-05", "1e-5")):
+            first, *others = [ms[f"{codec}, {size}"] for codec in codecs]
+            cells = [f"{first:,.0f}", *(f"{other:,.0f} ({first / other:.1f}x)" for other in others)]
+            reduced.append([f"{rate}, numbers of size {shown}", *cells])
+        if "auto" in one:
+            cells = [f"{ms[f'step, {way}']:,.0f}" for way in ("none", "bf16", "int8", "auto")]
+            trained.append([rate, *cells, {"None": "none"}.get(one["auto"], one["auto"].removeprefix("sent as "))])
+    text = table(["", "none", *(f'`"{codec}"`' for codec in codecs[1:])], reduced)
+    if trained:
+        text += "\n\nSteps of a perceptron with 10 MiB of weights, in milliseconds:\n\n"
+        text += table(["", "none", '`"bf16"`', '`"int8"`', '`"auto"`', '`"auto"` chose'], trained)
+    return f"{text}\n\n({record['machine']})"
+
+
+def codec_losses() -> str:
+    """Mean and standard deviation of the losses of seeds, by model and codec."""
+    rows = []
+    for model, losses in load("codec_losses")["losses"].items():
+        cells = [f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" for found in losses.values()]
+        rows.append([model, *cells])
+    return table(["", "none", *(f'`"{codec}"`' for codec in list(losses)[1:])], rows)
+
+
 def network_needs() -> str:
     """By `ring plan`'s model: the share of a step of 250 ms that waits for the network, and what brings it down."""
     rows = []
@@ -374,6 +404,8 @@ MADE = {
         between_hosts,
         kills,
         time_to_loss,
+        compression,
+        codec_losses,
         network_needs,
         healing_campaign,
         healing_launchers,

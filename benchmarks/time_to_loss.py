@@ -1,6 +1,6 @@
 """Loss against time between two slow hosts: compression, local updates, PowerSGD and torchft's DiLoCo.
 
-    python benchmarks/time_to_loss.py                 # two test hosts at 1 Gbit/s and 100 Mbit/s, as root
+    python benchmarks/time_to_loss.py                 # two test hosts at 100 Mbit/s, 1 and 10 Gbit/s, as root
     python benchmarks/time_to_loss.py --rate 10gbit   # printed only
 
 The character GPT of local_updates.py, wider (3 million parameters), on the sources of the standard library. Weights,
@@ -47,6 +47,7 @@ RUNS: dict[str, Any] = {
     "PowerSGD, rank 16": 16,
     "LocalUpdates": {},
     'LocalUpdates, compression="int8"': {"compression": "int8"},
+    f"LocalUpdates, delay={EVERY // 2}": {"delay": EVERY // 2},
     TORCHFT: {},
 }
 STEPS, AFTER, PORT = 160, 10, 29533
@@ -163,7 +164,7 @@ def report(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rate", help="rate of each link, such as 10gbit; 1gbit and 100mbit by default, which are kept"
+        "--rate", help="rate of each link, such as 10gbit; 1gbit, 100mbit and 10gbit by default, which are kept"
     )
     parser.add_argument("--run", choices=RUNS, action="append", help="only this run; may be repeated; printed only")
     parser.add_argument("--here", action="store_true", help="one run among the ranks that mpirun started")
@@ -176,7 +177,7 @@ def main() -> None:
         return
     names = options.run or [name for name in RUNS if name != TORCHFT or importlib.util.find_spec("torchft")]
     kept = {}
-    for rate in [options.rate] if options.rate else ["1gbit", "100mbit"]:
+    for rate in [options.rate] if options.rate else ["1gbit", "100mbit", "10gbit"]:
         records = [json.loads(on_test_hosts(__file__, 2, rate, ["--run", name], ranks=1)) for name in names]
         print(f"2 hosts at {rate}", flush=True)
         report(records)

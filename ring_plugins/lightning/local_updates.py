@@ -88,7 +88,7 @@ class LocalTraining:
         preemption: Callable[[], Preemption | None] = lambda: None,
         steps: int | None = None,
     ) -> None:
-        current().refuse_to_recover("RingStrategy(sync_every=...)")
+        current().refuse_to_recover("RingStrategy(sync_every=...), unlike a loop with ring_plugins.torch.LocalUpdates,")
         self._module = module
         settings = local_settings(arguments, steps)
         assert settings is not None
