@@ -201,13 +201,15 @@ class UnevenData:
         ]
         if accumulating:
             self._weights_of = members(averagings[0].settings.group).new_communicator("gradients' weights")
+        for share in accumulating:
+            share.weigh = self._weight
 
         @backend().opaque
         def take(data: Any) -> None:
             for share in self._shares:
                 share.take(data)
             if accumulating:
-                weight = self._weight(self._shares[0].samples)
+                weight = 1.0 if accumulating[0].is_weighed_later else self._weight(accumulating[0].samples)
                 for share in accumulating:
                     share.weight = weight
 
@@ -245,8 +247,7 @@ class UnevenData:
             return np.array(weight, own.dtype), np.zeros((), own.dtype)
 
         own = keras.ops.cast(samples, "float32")
-        what = "gradient accumulation with unequal batches"
-        return backend().host_call_with_gradient(exchange, lambda own, *_: own, own, own, what)
+        return backend().host_call_with_gradient(exchange, lambda own, *_: own, own, own)
 
     def remove(self, averagings: Sequence[GradientAveraging]) -> None:
         """Undo everything."""

@@ -84,15 +84,19 @@ class BatchShare:
     Attributes:
         data: the batch, until the loss is computed.
         samples: of the batch; a number, or while TensorFlow traces a tensor. None before the first step.
-        weight: by how much it counts in the mean over ranks, a tensor, where the optimizer accumulates gradients before
-            they are averaged; None elsewhere.
+        weigh: returns by how much it counts in the mean over ranks, a tensor, from its samples, where the optimizer
+            accumulates gradients before they are averaged; None elsewhere. Collective, in a step.
+        weight: what that has returned.
+        is_weighed_later: whether the step is compiled in two parts, between which gradients are weighed.
         is_used: whether the loss was multiplied, so that the batch counts by its samples, and not as a full one.
     """
 
     def __init__(self, full: int, count: Callable[[Any], Any]) -> None:
         self.full, self.count, self.is_used = full, count, False
         self.samples: Any = None
+        self.weigh: Callable[[Any], Any] | None = None
         self.weight: Any = None
+        self.is_weighed_later = False
         self.data: Any = None
 
     def take(self, data: Any) -> None:
@@ -238,12 +242,7 @@ class Backend:
         model.make_train_function(force=True)
 
     def host_call_with_gradient(
-        self,
-        forward: Callable[..., tuple[Array, Array]],
-        backward: Callable[..., Array],
-        own: Any,
-        count: Any,
-        what: str = "a synchronized BatchNormalization",
+        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
         """Call collectives on the host in the forward and backward passes of a step.
 
@@ -253,7 +252,6 @@ class Backend:
             backward: takes `own`, the result and the number that `forward` returned, and the gradient with respect to
                 the result; returns the gradient with respect to `own`.
             own, count: tensors.
-            what: calls them, for the message where a compiler cannot call the host.
 
         Returns:
             The result as a tensor.

@@ -198,12 +198,7 @@ class JaxBackend(backends.Backend):
         model.train_function = step_with_original_errors
 
     def host_call_with_gradient(
-        self,
-        forward: Callable[..., tuple[Array, Array]],
-        backward: Callable[..., Array],
-        own: Any,
-        count: Any,
-        what: str = "a synchronized BatchNormalization",
+        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
         """See the base class. The calls are ordered: independent layers must run in the same order on all ranks."""
         like, number = jax.ShapeDtypeStruct(own.shape, own.dtype), jax.ShapeDtypeStruct((), own.dtype)

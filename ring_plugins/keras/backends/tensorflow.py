@@ -405,14 +405,9 @@ class TensorFlowBackend(backends.Backend):
         model.train_function = first
 
     def host_call_with_gradient(
-        self,
-        forward: Callable[..., tuple[Array, Array]],
-        backward: Callable[..., Array],
-        own: Any,
-        count: Any,
-        what: str = "a synchronized BatchNormalization",
+        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
-        reject_inside_xla(f"{what} of several ranks")
+        reject_inside_xla("a synchronized BatchNormalization of several ranks")
 
         @tf.custom_gradient
         def call(own: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -11,6 +11,7 @@ this scheme.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +113,10 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
                 (list(grads), list(averaging.variables if trainable_variables is None else trainable_variables))
             )
 
-        with replaced(averaging.optimizer, apply=record):
+        later = (
+            contextlib.nullcontext() if averaging.share is None else replaced(averaging.share, is_weighed_later=True)
+        )
+        with replaced(averaging.optimizer, apply=record), later:
             logs = model.train_step(data)
         if len(calls) != 1:
             raise _NotOneUpdate
@@ -129,8 +133,12 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
 
     def step(data: Any) -> Any:
         logs, gradients = first(data)
-        if averaging.share is not None and averaging.share.is_used:  # with a tensor of the first part's graph
-            averaging.share.samples = averaging.share.count(data)
+        share = averaging.share
+        if share is not None and share.is_used:  # with a tensor of the first part's graph
+            share.samples = share.count(data)
+            if share.weigh is not None:
+                weight = share.weigh(share.samples)
+                gradients = [tf.convert_to_tensor(gradient) * tf.cast(weight, gradient.dtype) for gradient in gradients]
         last(averaging.average(gradients, list(updated), averaging.rate()))
         return logs
 

@@ -238,12 +238,7 @@ class TorchBackend(backends.Backend):
 
     @torch.compiler.disable
     def host_call_with_gradient(
-        self,
-        forward: Callable[..., tuple[Array, Array]],
-        backward: Callable[..., Array],
-        own: Any,
-        count: Any,
-        what: str = "a synchronized BatchNormalization",
+        self, forward: Callable[..., tuple[Array, Array]], backward: Callable[..., Array], own: Any, count: Any
     ) -> Any:
         return _HostCall.apply(own, count, forward, backward)
 
