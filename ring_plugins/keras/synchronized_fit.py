@@ -189,7 +189,7 @@ class SynchronizedFit:
         make_train_function(model)
         model.train_function = self._uneven.stepping(model.train_function)
         if (order := order_of(argument_of_fit("x"))) is not None and order.follows_ranks and current().recovers:
-            full = self._uneven.full if options.sync_every is None else None
+            full = self._uneven.full_of_single_steps if options.sync_every is None else None
             model.train_function = WholeSteps(model, order, full).stepping(model.train_function)
         self._stop.watch_steps(model)
         self._passes_before = self._passes()

@@ -178,6 +178,11 @@ class UnevenData:
             logs.update({name: found[name] for name in own if name in found})
 
     @property
+    def full_of_single_steps(self) -> int | None:
+        """Samples of a full batch, None if batches do not count by them, or several belong to one call or update."""
+        return None if self._accumulates or self._model.steps_per_execution > 1 else self.full
+
+    @property
     def more(self) -> int:
         """How many batches this rank has for the next call of the train function in this epoch."""
         if not self._is_uneven:

@@ -91,7 +91,7 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
 
     from ring_plugins.core.base.errors import MismatchError
     from ring_plugins.keras.shard import ShardedArrays, has_equal_parts, shard_iterable
-    from ring_plugins.keras.uneven import _Ahead, _check_even, _knows_last_size, _last_size
+    from ring_plugins.keras.uneven import UnevenData, _Ahead, _check_even, _knows_last_size, _last_size
 
     why = "RING_JAX_NCCL=1 averages on GPUs"
     _check_even(why, [True, True], [None, None], [0, 1])
@@ -109,6 +109,11 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
     parts = [ShardedArrays(np.zeros(9), 2, rank, 3, False, 0, "keep") for rank in range(3)]
     assert [_last_size(Adapter(), part) for part in parts] == [1, 1, 1]
     assert all(_knows_last_size(Adapter(), part) for part in parts)
+    for accumulates, steps, full in ((False, 1, 4), (True, 1, None), (False, 2, None)):
+        uneven = UnevenData.__new__(UnevenData)
+        model = type("", (), {"steps_per_execution": steps})()
+        vars(uneven).update(full=4, _accumulates=accumulates, _model=model)
+        assert uneven.full_of_single_steps == full  # with which steps may be divided anew while ranks are lost
     ahead = _Ahead(range(3))
     assert (ahead.count(2), next(ahead), ahead.count(5), list(ahead), ahead.count(1), ahead.last) == (
         *(2, 0, 2, [1, 2], 0, 2),
