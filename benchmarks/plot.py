@@ -264,7 +264,7 @@ def time_to_loss() -> None:
 
 
 def survive() -> None:
-    """What `python examples/survive.py` prints, as a terminal shows it, in lines that a phone shows as a whole."""
+    """What `python examples/survive.py` prints from its first rank on, in lines that a phone shows as a whole."""
     kept = (RESULTS / "survive.txt").read_text().rstrip().splitlines()
     colors = ["#f2a541" if "died;" in line else "#7bd389" if "validation" in line else "#d8dee9" for line in kept]
     wrapped = [textwrap.wrap(line, 62, subsequent_indent="    ") for line in kept]
