@@ -148,7 +148,7 @@ def current() -> World:
         NotInitialized: it has not been called.
     """
     if _world is None:
-        raise NotInitialized("call ring_plugins.init() before this.")
+        raise NotInitialized("call ring_plugins.init(), or hvd.init(), before this.")
     return _world
 
 

@@ -91,7 +91,7 @@ def test_shutdown_closes_the_rendezvous_once(single):
     made.close()
     assert closed == [1] and log._rank is None
     assert not world.is_initialized()
-    with pytest.raises(NotInitialized, match=r"call ring_plugins.init\(\) before this"):
+    with pytest.raises(NotInitialized, match=r"call ring_plugins.init\(\), or hvd.init\(\), before this"):
         world.current()
 
 
