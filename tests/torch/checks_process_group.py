@@ -530,7 +530,7 @@ def functional_collectives_and_dtensor():
     equal(functional.wait_tensor(scattered), SIZE * make(0, (2 * SIZE,))[2 * RANK : 2 * RANK + 2])
     swapped = functional.all_to_all_single(make(RANK, (SIZE,)), None, None, dist.group.WORLD)
     equal(functional.wait_tensor(swapped), torch.stack([make(rank, (SIZE,))[RANK] for rank in range(SIZE)]))
-    mesh = init_device_mesh("cpu", (SIZE,))
+    mesh = init_device_mesh("cuda" if ON_GPU else "cpu", (SIZE,))
     whole = torch.arange(24.0).view(8, 3)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     equal(sharded.redistribute(placements=[Replicate()]).to_local(), whole)

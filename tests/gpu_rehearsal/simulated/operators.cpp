@@ -71,7 +71,10 @@ void for_each_tensor(const IValue& value, const Function& function) {
 // The same memory as a CPU tensor. It holds no reference, as a kernel holds none.
 Tensor alias(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options().device(at::kCPU));
+  Tensor made = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options().device(at::kCPU));
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
 }
 
 // Numbers of the host beside tensors of the device are read when the operator is called.
@@ -127,7 +130,7 @@ void describe(std::string& text, const IValue& value) {
   else if (value.isString())
     text += value.toStringRef();
   else
-    text += value.tagKind();  // a float decides no shape
+    text += value.tagKind();  // a float decides no shape, but that of a range
   text += ';';
 }
 
@@ -142,7 +145,11 @@ const Shapes* shapes_for(const c10::OperatorHandle& op, const Stack& arguments) 
   static std::mutex mutex;
   static auto* known = new std::unordered_map<std::string, std::unique_ptr<Shapes>>;
   std::string signature = toString(op.operator_name()) + ":";
-  for (const IValue& argument : arguments) describe(signature, argument);
+  const bool is_range = signature.rfind("aten::arange", 0) == 0 || signature.rfind("aten::range", 0) == 0;
+  for (const IValue& argument : arguments) {
+    describe(signature, argument);
+    if (is_range && argument.isDouble()) signature += std::to_string(argument.toDouble());
+  }
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = known->find(signature);

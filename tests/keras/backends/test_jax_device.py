@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,6 +164,18 @@ def test_a_missing_gradient_is_rejected(step):
         step.buckets.average({0: jax.numpy.ones(3), 2: jax.numpy.ones(40)})
 
 
+def test_a_batch_that_is_not_full_is_rejected(step):
+    from ring_plugins.core.base.errors import ArgumentError
+    from ring_plugins.keras.backends import BatchShare
+    from ring_plugins.keras.backends.jax import Exchange
+
+    share = BatchShare(12, len)
+    share.take([0] * 5)
+    share.is_used = True
+    with pytest.raises(ArgumentError, match=r"a batch of 5 samples, where a full one has 12, would"):
+        Exchange.average(SimpleNamespace(buckets=step.buckets), {}, None, share)
+
+
 FIT = (
     START
     + """
@@ -259,7 +272,7 @@ def check_equality(**more):
         assert result.values(f"{name} equal") == [1, 1]
     assert {tuple(entry) for entry in result.values("seen")[0]} == {("DeviceBuckets", 3)}
     assert "no gradient for variable 1" in result.values("rejected")[1]
-    assert result.values("rejected")[0].startswith("rank 1 rejected the arguments of averaging gradients")
+    assert "rank 1 rejected the arguments of averaging gradients" in result.values("rejected")[0]
     return result
 
 
