@@ -131,7 +131,7 @@ def scaling() -> None:
         series[f"{model}, {between.name}"] = [predict(reference(model), between, ranks, 4) for ranks in counts(1024)]
     draw_scaling(
         series,
-        "Predicted by ring plan, never run on GPUs: four Pascal GPUs per host, batch 64 per GPU",
+        "Predicted by ring plan, never run on GPUs:\nfour Pascal GPUs per host, batch 64 per GPU",
         PICTURES / "plan.svg",
     )
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from ring_plugins.core.base import config
 
 _NO_CYCLES = "there are no cycles and no coordinator here"
-_RETRIES = "each place is filled at most 5 times an hour (docs/fault_tolerance.md)"
+_RETRIES = "each rank is replaced at most 5 times an hour (docs/fault_tolerance.md)"
 _BUCKETS = "use bucket_bytes= of the optimizer, or RING_AUTOTUNE=1"
 _DATA_PATH = "the way of the data is chosen for each network (docs/networks.md)"
 _ONE_TRIAL = "RING_AUTOTUNE=1 needs no settings"
@@ -91,7 +91,7 @@ OPTIONS = {
     "--elastic-timeout": _without("the other ranks do not wait for a new process"),
     "--reset-limit": _without(_RETRIES),
     "--blacklist-cooldown-range": _without(
-        "nothing: each place is filled at most 5 times an hour (docs/fault_tolerance.md)", 2
+        "nothing: each rank is replaced at most 5 times an hour (docs/fault_tolerance.md)", 2
     ),
     "--slots-per-host": _without("write slots as in -H host1:4,host2:4, and print them as host1:4"),
     "--gloo": _without("ranks need no MPI, and on one host --with python starts them without mpirun", 0),

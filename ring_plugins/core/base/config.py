@@ -276,15 +276,15 @@ ON_FAILURE = Variable(
     "RING_ON_FAILURE",
     one_of("end", "continue", "replace"),
     "end",
-    "`continue` lets the other ranks go on when one is killed or crashes; `replace` also starts another process in its "
-    "place: see [fault tolerance](fault_tolerance.md)",
+    "`continue` trains on with the surviving ranks when one is killed or crashes; `replace` also starts a new process "
+    "for it: see [fault tolerance](fault_tolerance.md)",
     shown_default="`end`",
 )
 MIN_RANKS = Variable(
     "RING_MIN_RANKS",
     WHOLE_NUMBER,
     1,
-    "the fewest ranks with which a job goes on if RING_ON_FAILURE is not `end`: see "
+    "the fewest ranks with which a job continues if RING_ON_FAILURE is not `end`: see "
     "[fault tolerance](fault_tolerance.md)",
 )
 MAX_RANKS = Variable(
