@@ -1,4 +1,4 @@
-"""What other faces than torch's ask of GPUs."""
+"""What other faces than torch's ask of GPUs: Horovod's operations, and memory of TensorFlow and JAX."""
 
 import pytest
 
@@ -21,3 +21,16 @@ def test_what_gets_no_zeros_of_a_rank_in_join_is_an_error_with_a_remedy(rehearse
     texts = result.values("error")
     assert len(texts) == 2 and all("it is in hvd.join()" in text for text in texts), result
     assert all('hvd.allreduce(x, name="loss")' in text for text in texts) and not result.values("wrong")
+
+
+def test_memory_of_tensorflow_by_dlpack(rehearse):
+    result = rehearse("foreign", "tensorflow", lag=100)
+    assert result.values("sum") == [[3.0 * value for value in range(12)]] * 2
+    assert result.values("memory") == [[rank, "float32", 12] for rank in range(2)]
+    assert all("TensorFlow computed a gradient on cpu" in text for text in result.values("on the CPU"))
+    assert result.values("GPUs") == [0, 0]  # so nothing of TensorFlow's own can be tried
+
+
+def test_addresses_and_streams_of_jax(rehearse):
+    result = rehearse("foreign", "jax", lag=100)
+    assert result.values("sum") == [[3.0]] * 2 and result.values("GPUs") == [0, 0]
