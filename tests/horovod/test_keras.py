@@ -42,6 +42,15 @@ report("functions", [
     float(hvd.allreduce(np.float32(hvd.rank()), name="x")), hvd.allreduce(hvd.rank(), average=False).tolist(),
     hvd.allgather(np.ones(1 + hvd.rank(), np.float32)).shape[0], hvd.broadcast(np.array([hvd.rank()]), 1).tolist(),
 ])
+beside = []
+for name in (None, "x"):
+    if hvd.rank():
+        try:
+            hvd.allreduce(np.ones(2), name=name)
+        except ring.MismatchError as error:
+            beside.append(str(error))
+    hvd.join()  # a barrier here
+report("beside join", beside)
 rejected = []
 for call in (
     lambda: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=4),
@@ -75,6 +84,8 @@ def test_a_script_for_horovod_with_keras(tmp_path, module, backend):
     warmed = [0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1, 0.01, 0.01]
     assert result.values("rates") == [pytest.approx(warmed)] * 2
     assert result.values("functions") == [[0.5, 1, 3, [1]]] * 2
+    beside = result.values("beside join")[1]
+    assert len(beside) == 2 and all("rank 0 calls hvd.join()" in text for text in beside), beside
     for key in ("loss", "bits", "loaded"):
         assert result.values(key)[0] == result.values(key)[1], key
     for texts in result.values("rejected"):
