@@ -47,7 +47,8 @@ class WholeSteps:
     def __init__(self, model: Any, order: Order, full: int | None) -> None:
         self._model, self._order = model, order
         self._data, iterator = argument_of_fit("x"), argument_of_fit("epoch_iterator")
-        if full is None or iterator is None:
+        passes = [int(getattr(one, "gradient_accumulation_steps", None) or 1) for one in optimizers_of(model)]
+        if full is None or iterator is None or max([model.steps_per_execution, *passes]) > 1:
             raise ArgumentError(
                 'shard(global_batch_size=...) with on_failure="continue" needs parts of steps that may differ in size: '
                 'leave gradient_accumulation_steps, steps_per_execution, sync_every, uneven="error" and '
