@@ -98,6 +98,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
     check: bool = True,
+    ignore_files: Sequence[str] = (),
 ) -> Result:
     """Run `script` on `ranks` processes and wait until all of them have ended.
 
@@ -111,13 +112,14 @@ def run_ranks(
         timeout: Seconds on a machine that is not overloaded (see `slowness`); beyond them the stacks of all processes
             are written out and everything is killed.
         check: Whether a non-zero status fails the test.
+        ignore_files: As of `Job.wait`.
 
     Raises:
         LaunchFailed: On a non-zero status (with `check`), a time-out, a process left alive, or a file left in
             shared memory or the temporary directory.
     """
     with start_ranks(script, ranks, launcher, args, env) as job:
-        result = job.wait(timeout)
+        result = job.wait(timeout, ignore_files)
     if check and result.returncode != 0:
         raise LaunchFailed(f"the launch ended with status {result.returncode}\n{result}")
     return result
