@@ -10,11 +10,9 @@ from tests.keras.backends import test_jax_device, test_tensorflow_device
 from tests.torch import checks_process_group
 
 pytestmark = [pytest.mark.gpu_rehearsal, pytest.mark.timeout(1200)]
-#: Checks of what is not simulated: sparse tensors, the layouts that a compiled convolution expects of a card's, and
-#: some second derivatives, which are NaN here in one process, too.
+#: Checks of what is not simulated: sparse tensors, and the layouts that a compiled convolution expects of a card's.
 NOT_SIMULATED = {
     "compiled_model",
-    "differentiable_collectives_against_one_process",
     "embeddings_that_become_sparse_later_or_on_some_ranks_only",
     "sparse_gradient_on_one_rank_only",
     "sparse_gradients_and_tuning_do_not_wait_for_the_order_of_averagers",

@@ -343,7 +343,7 @@ void simulate(const c10::OperatorHandle& op, Stack* stack) {
       stack->push_back(list);
     }
   }
-  compute(op, std::move(arguments), std::move(results), stream);
+  compute(op, arguments, std::move(results), stream);  // a temporary argument is given back only once this is queued
 }
 
 // ---- operators that are not simply computed ----
