@@ -145,20 +145,13 @@ class Compression(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The 16-bit type to which GPUs round gradients before NCCL sums them, where codecs do not apply.
-
-        Raises:
-            ArgumentError: the codec has none.
-        """
-        found = CODECS[self.name].dtype
-        if not found:
-            raise ArgumentError(f'compression={self.name!r} does not work between GPUs: use "bf16", or leave it out.')
-        return found
+        """The 16-bit type to which GPUs round gradients before NCCL sums them, where codecs do not apply."""
+        return CODECS[self.name].dtype
 
     @property
     def needs_host(self) -> bool:
         """Whether only memory of the host can be rounded so: then gradients of GPUs travel through it."""
-        return self.name != AUTO and not CODECS[self.name].dtype
+        return self.name != AUTO and not self.dtype
 
     def applies_to(self, dtype: str) -> bool:
         """Whether it makes memory of this type smaller."""

@@ -188,8 +188,7 @@ def test_a_codec_is_added_by_an_entry_in_the_table(monkeypatch, hosts, count):
     for found in results:
         assert [set(averages.tolist()) for averages in found] == [{1.0}, {2.0}]
     assert most < count + 1024  # a byte for each number
-    with pytest.raises(ArgumentError, match="between GPUs"):
-        assert compression.dtype
+    assert compression.needs_host  # gradients of GPUs go there to be rounded so
 
 
 BETWEEN_HOSTS = """
