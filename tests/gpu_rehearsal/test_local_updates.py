@@ -11,6 +11,8 @@ def test_hosts_of_gpus_exchange_weights_and_gradients_in_8_bits(rehearse, proces
         equal = {name: value for name, value in found.items() if name.startswith("as on CPUs")}
         assert equal == dict.fromkeys(equal, True) and len(equal) == 4
         assert {value for name, value in found.items() if name.startswith("kinds of weights")} == {1}
+        assert found["inside a host"] == ([2, "DeviceCommunicator"] if processes == 4 else [1, "SingleCommunicator"])
+        assert 'sparse="densify"' in found["sparse"]
         assert found["rounds"] and found["off by"] < 0.05
         assert found["unlike one process"] < 1e-5
         assert found["unlike, in 8 bits"] < 5e-2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ring_plugins as ring
-from ring_plugins.torch import DistributedOptimizer, LocalUpdates, broadcast_parameters
+from ring_plugins.torch import DistributedOptimizer, GradientAverager, LocalUpdates, broadcast_parameters
 from tests.worker import report
 
 ring.init(ranks=int(os.environ["TEST_RANKS"]))
@@ -113,5 +113,14 @@ report("off by", float((exact - rounded).abs().max()))
 for options in ({}, {"overlap": True}, {"overlap": False}, {"error_feedback": False}):
     on_gpu, on_cpu = averaged(device, "int8", **options), averaged(cpu, "int8", **options)
     report(f"as on CPUs, {options}", torch.equal(on_gpu, on_cpu))
+team = ring.Group.split(ring.node_rank())  # inside a host NCCL averages, and nothing is rounded
+averager = GradientAverager(network().to(device), compression="int8", group=team)
+report("inside a host", (team.size, type(averager.communicator).__name__))
+averager.close()
+team.close()
+try:
+    GradientAverager(nn.Embedding(4, 2, sparse=True).to(device), compression="int8")
+except ring.ArgumentError as error:
+    report("sparse", str(error))
 report("unlike one process", float((trained(None) - simulated()).abs().max()))
 report("unlike, in 8 bits", float((trained("int8") - simulated()).abs().max()))
