@@ -247,7 +247,7 @@ class SynchronizedFit:
         self._passes_before = self._passes() - received["passes"]
         self._checks.weights.has_told = received["has_told"]  # all compare weights at the end of fit, or none
         self._first_epoch, self._model._initial_epoch = received["first_epoch"], received["epoch"] + 1
-        self._backups.begin(None, self._backups.exist)
+        self._backups.begin(None, received["backups"])
 
     def _share_state(self, epoch: int, joined: tuple[int, ...]) -> dict[str, Any] | None:
         """Give those that have joined this rank's state, and what it knows of this `fit`; returns that on them."""
@@ -257,6 +257,7 @@ class SynchronizedFit:
             "first_epoch": self._first_epoch,
             "root": self._root.world_rank,
             "saves_weights": self._saves_weights,
+            "backups": self._backups.exist,
             "steps_until_check": self._steps_until_check,
             "passes": self._passes() - self._passes_before,
             "has_told": self._checks.weights.has_told,
