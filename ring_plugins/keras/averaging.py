@@ -348,12 +348,14 @@ class GradientAveraging:
                 ) from None
             present = {i: gradient for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
             self._check_dtypes(present)
+            share = self.share
+            if share is not None and share.weigh is not None:  # the loss was multiplied by its weight in plain averages
+                share.check_used()
+                share = None
             if self.accumulation_steps > 1:
-                if self.share is not None:
-                    self.share.check_used()
                 averages = self._average_sums(present, rate)
             else:
-                averages = self.exchange.average(present, rate, self.share)
+                averages = self.exchange.average(present, rate, share)
         return [None if g is None else averages[i] for i, g in zip(indices, gradients, strict=True)]
 
     def _checksums(self) -> tuple[list[str], list[int]]:

@@ -13,8 +13,9 @@ Whether a rank has another batch travels with the exchange behind each step (`Sy
 samples of each batch with its gradients. The loss is multiplied by the batch's part of a full batch, in `scale_loss`,
 which Keras's steps call behind their metrics; the averages are divided by the samples that came (`HostBuckets`, and on
 torch the averager's `checks.weight`). Where all batches are full, nothing is multiplied. An optimizer that accumulates
-averages the sum of several batches, of which each has its own number of samples: there the ranks sum these numbers
-before each step, and multiply the loss by what is the batch's weight in the mean over ranks.
+averages the sum of several batches, of which each has its own number of samples, and what NCCL has averaged stays on
+the GPU: there the ranks sum these numbers before each step, and multiply the loss by what is the batch's weight in the
+mean over ranks.
 
 Considered and rejected: to wait and take over the weights at the end, as `ring_plugins.torch.join` does. Compiled steps
 with collectives in their forward pass would wait for the rank all the same, and callbacks would see fewer steps there.
@@ -105,7 +106,10 @@ class UnevenData:
         self._own = self._missing = 0  # batches of this rank, and of others beyond these, in this call
         self._data, self._has_had_all = argument_of_fit("x"), left == 0
         self._is_empty = is_empty(self._data)
-        self._accumulates = [one for one in optimizers_of(self._model) if _accumulation_steps(one) > 1]
+        #: Whether batches are weighed before the step, since averages are sums of several, or NCCL's.
+        self._weighs_before = _uses_nccl() or any(
+            int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(self._model)
+        )
         self._weights_of: Communicator[Any] | None = None
         self._shares: list[BatchShare] = []
         steps, why = (callback.params or {}).get("steps"), _why_even(callback)
@@ -149,7 +153,7 @@ class UnevenData:
         if any(why) and callback.uneven == "join" and callback.average_gradients:
             _check_even(next(filter(None, why)), known, lasts, ranks)
         are_even = not self._is_uneven and all(knows_last) and all_equal(lasts)
-        if not any(why) and not (self._accumulates and are_even and not self._replaces):
+        if not any(why) and not (self._weighs_before and are_even and not self._replaces):
             # Whoever joins weighs as the others have begun to.
             self.full = next(filter(None, fulls), 1 if None in sizes else max(sizes))
         self._has_agreed = not current().is_joining  # who joins has been alone until then
@@ -180,7 +184,7 @@ class UnevenData:
     @property
     def full_of_single_steps(self) -> int | None:
         """Samples of a full batch, None if batches do not count by them, or several belong to one call or update."""
-        return None if self._accumulates or self._model.steps_per_execution > 1 else self.full
+        return None if self._weighs_before or self._model.steps_per_execution > 1 else self.full
 
     @property
     def more(self) -> int:
@@ -201,21 +205,20 @@ class UnevenData:
             scale = functools.partial(_scaled_loss, averaging, share, averaging.optimizer.scale_loss)
             self._patches.append(Patch(averaging.optimizer, scale_loss=scale))
             averaging.share = share
-        accumulating = [
-            share for one, share in zip(averagings, self._shares, strict=True) if one.accumulation_steps > 1
-        ]
-        if accumulating:
+        pairs = zip(averagings, self._shares, strict=True)
+        early = [share for one, share in pairs if one.accumulation_steps > 1 or _uses_nccl()]
+        if early:
             self._weights_of = members(averagings[0].settings.group).new_communicator("gradients' weights")
-        for share in accumulating:
+        for share in early:
             share.weigh = self._weight
 
         @backend().opaque
         def take(data: Any) -> None:
             for share in self._shares:
                 share.take(data)
-            if accumulating:
-                weight = 1.0 if accumulating[0].is_weighed_later else self._weight(accumulating[0].samples)
-                for share in accumulating:
+            if early:
+                weight = 1.0 if early[0].is_weighed_later else self._weight(early[0].samples)
+                for share in early:
                     share.weight = weight
 
         def step_of() -> Callable[..., Any]:
@@ -463,14 +466,12 @@ def _why_even(callback: Any) -> str:
         return 'uneven="error" was passed to BroadcastCallback'
     if not callback.average_gradients:
         return "average_gradients=False leaves each rank to itself"
-    switch = backend().nccl
-    if switch is not None and switch.get() and backend().has_gpus():
-        return f"{switch.name}=1 averages on GPUs"
     return ""
 
 
-def _accumulation_steps(optimizer: Any) -> int:
-    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+def _uses_nccl() -> bool:
+    switch = backend().nccl
+    return switch is not None and switch.get()
 
 
 def _check_even(why: str, known: Sequence[bool], lasts: Sequence[int | None], ranks: Sequence[int]) -> None:

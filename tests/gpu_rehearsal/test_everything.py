@@ -61,13 +61,16 @@ def test_process_group(rehearse):
 
 @pytest.mark.parametrize(
     ("framework", "names"),
-    [(test_tensorflow_device, ("plain", "two steps", "XLA")), (test_jax_device, ("compiled", "eager", "accumulated"))],
+    [
+        (test_tensorflow_device, ("plain", "two steps", "XLA", "uneven", "uneven XLA")),
+        (test_jax_device, ("compiled", "eager", "accumulated", "uneven")),
+    ],
 )
 def test_frameworks_whose_buffers_nccl_reduces(variables, framework, names):
     """Their CPU builds: their memory passes for that of a GPU, and they have no streams."""
     libraries = {name: variables[name] for name in ("LD_LIBRARY_PATH", "RING_NCCL_LIBRARY")}
     result = framework.check_equality(**libraries, RING_SIMULATED_HOST_MEMORY="1", CUDA_VISIBLE_DEVICES="0,1")
-    calls = {"accumulated": 4 * 3}
+    calls = {"accumulated": 4 * 3, "uneven": 5 * 3, "uneven XLA": 5 * 3}
     assert [result.values(f"{name} by NCCL") for name in names] == [[calls.get(name, 8 * 3)] * 2 for name in names]
 
 

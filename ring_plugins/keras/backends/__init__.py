@@ -85,7 +85,7 @@ class BatchShare:
         data: the batch, until the loss is computed.
         samples: of the batch; a number, or while TensorFlow traces a tensor. None before the first step.
         weigh: returns by how much it counts in the mean over ranks, a tensor, from its samples, where the optimizer
-            accumulates gradients before they are averaged; None elsewhere. Collective, in a step.
+            accumulates gradients before they are averaged, or NCCL averages; None elsewhere. Collective, in a step.
         weight: what that has returned.
         is_weighed_later: whether the step is compiled in two parts, between which gradients are weighed.
         is_used: whether the loss was multiplied, so that the batch counts by its samples, and not as a full one.

@@ -19,7 +19,6 @@ from jax.experimental import io_callback
 
 from ring_plugins.core.arrays.dtypes import STORAGE
 from ring_plugins.core.base import config
-from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.base.types import Array
 from ring_plugins.core.gradients.fusion import Entry
 from ring_plugins.core.gradients.trials import chosen_overlap
@@ -86,11 +85,6 @@ class Exchange(backends.Exchange):
 
     def average(self, gradients: dict[int, Any], rate: Any = None, share: BatchShare | None = None) -> dict[int, Any]:
         if isinstance(self.buckets, jax_device.DeviceBuckets):
-            if share is not None and share.counted != share.full:
-                raise ArgumentError(
-                    f"a batch of {share.counted} samples, where a full one has {share.full}, would count as a full one "
-                    "with RING_JAX_NCCL=1; give all ranks full batches only (drop_remainder=True), or unset it."
-                )
             return self.buckets.average(gradients)
         indices, given = list(gradients), list(gradients.values())
         if rate is not None:

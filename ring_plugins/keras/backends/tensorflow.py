@@ -129,9 +129,6 @@ class Exchange(backends.Exchange):
                 [rate if has_rate else 0.0, counted],
                 [],
             )
-        elif share is not None:
-            take_part, full = call_weakly(buckets.take), share.full
-            tf.numpy_function(capture_exceptions(lambda samples: take_part(int(samples) / full)), [share.counted], [])
         for bucket in buckets.plan.buckets:
             here = [i for i in bucket.entries if i in dense]
             if here:

@@ -94,11 +94,6 @@ class DeviceBuckets:
         self.reducer = GradientReducer(self, communicator, Op.SUM)  # gradients are scaled already
         self._wholes: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
-        self._part: float | None = None  # of a full batch, in this step, if batches count by their samples
-
-    def take(self, part: float) -> None:
-        """Let this step's batch count as this part of a full one, by which its loss was multiplied."""
-        self._part = part
 
     def give(self, indices: Sequence[int], gradients: Sequence[Any]) -> None:
         """Add the gradients of one bucket, which is reduced at once if all previous buckets were given."""
@@ -133,7 +128,6 @@ class DeviceBuckets:
             PeerFailed: another rank is gone.
         """
         given, self._given = self._given, {}
-        part, self._part = self._part, None
         try:
             for bucket in self.plan.buckets:
                 if bucket.index not in self._wholes:
@@ -144,7 +138,6 @@ class DeviceBuckets:
             self.reducer.waited += seconds
             steps.add_blocked_time(seconds, 0.0)
             self.reducer.finish(is_filled)
-            parts = [] if part is None else self._communicator.all_gather_object(part, "samples of the batches")
         except BaseException:
             with contextlib.suppress(RingError):  # the same error again
                 self.reducer.abandon(is_filled)
@@ -157,12 +150,10 @@ class DeviceBuckets:
         with tf.device(GPU):
             for bucket in self.plan.buckets:
                 counts = [self.plan.entries[i].count for i in bucket.entries]
-                *means, of_bucket = tf.split(wholes[bucket.index], [*counts, len(counts)])
+                *parts, of_bucket = tf.split(wholes[bucket.index], [*counts, len(counts)])
                 flags.append(tf.cast(of_bucket, tf.float32))
-                averages.update(zip(bucket.entries, means, strict=True))
+                averages.update(zip(bucket.entries, parts, strict=True))
             self._check_flags(given, tf.concat(flags, 0).numpy().tolist())
-            if (whole := sum(parts)) not in (0, len(parts)):
-                averages = {i: _scaled(average, len(parts) / whole) for i, average in averages.items()}
             return {i: tf.reshape(averages[i], shape) for i, shape in given.items()}
 
     def _check_flags(self, given: dict[int, Any], flags: list[float]) -> None:

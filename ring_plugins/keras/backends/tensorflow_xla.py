@@ -138,8 +138,15 @@ def _in_two_parts(model: Any, averaging: Any) -> Callable[[Any], Any]:
             share.samples = share.count(data)
             if share.weigh is not None:
                 weight = share.weigh(share.samples)
-                gradients = [tf.convert_to_tensor(gradient) * tf.cast(weight, gradient.dtype) for gradient in gradients]
+                gradients = [_times(gradient, weight) for gradient in gradients]
         last(averaging.average(gradients, list(updated), averaging.rate()))
         return logs
 
     return step
+
+
+def _times(gradient: Any, weight: Any) -> Any:
+    factor = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,18 +163,6 @@ def test_a_missing_gradient_is_rejected(step):
         step.buckets.average({0: jax.numpy.ones(3), 2: jax.numpy.ones(40)})
 
 
-def test_a_batch_that_is_not_full_is_rejected(step):
-    from ring_plugins.core.base.errors import ArgumentError
-    from ring_plugins.keras.backends import BatchShare
-    from ring_plugins.keras.backends.jax import Exchange
-
-    share = BatchShare(12, len)
-    share.take([0] * 5)
-    share.is_used = True
-    with pytest.raises(ArgumentError, match=r"a batch of 5 samples, where a full one has 12, would"):
-        Exchange.average(SimpleNamespace(buckets=step.buckets), {}, None, share)
-
-
 FIT = (
     START
     + """
@@ -223,11 +210,19 @@ class Look(keras.callbacks.Callback):
         seen.append((type(buckets).__name__, len(buckets.plan.buckets)))
 
 
-def fitted(averages, steps=None, **options):
+def fitted(averages, steps=None, uneven=False, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(40, "tanh"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps), "mse", **options)
     batches, callbacks = [(x[i : i + 12], y[i : i + 12]) for i in range(0, 48, 12)], []
+    if uneven:  # rank 0 has five batches of six samples, rank 1 has three
+        parts = [[(x[i : i + 6], y[i : i + 6]) for i in range(*ends, 6)] for ends in ((0, 30), (30, 48))]
+        whole = [tuple(map(np.concatenate, zip(*(part[i] for part in parts if i < len(part))))) for i in range(5)]
+        if averages:
+            model.optimizer = DistributedOptimizer(model.optimizer, bucket_bytes=100)
+            callbacks = [BroadcastCallback(), Look()]
+        model.fit((batch for batch in (parts[rank] if averages else whole)), verbose=0, callbacks=callbacks)
+        return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
     if averages:
         model.optimizer = DistributedOptimizer(model.optimizer, bucket_bytes=100)
         batches = [[part[rank * 12 // size : (rank + 1) * 12 // size] for part in batch] for batch in batches]
@@ -238,7 +233,7 @@ def fitted(averages, steps=None, **options):
 
 
 for name, options in {
-    "compiled": {}, "eager": {"run_eagerly": True}, "accumulated": {"steps": 2},
+    "compiled": {}, "eager": {"run_eagerly": True}, "accumulated": {"steps": 2}, "uneven": {"uneven": True},
 }.items():
     alone = fitted(False, **options)
     before = SIMULATED and count("ncclAllReduce")
@@ -267,7 +262,7 @@ except Exception as error:
 
 def check_equality(**more):
     result = run_ranks(FIT, 2, env=environment("jax", RING_JAX_NCCL="1", **more), timeout=250)
-    for name in ("compiled", "eager", "accumulated"):
+    for name in ("compiled", "eager", "accumulated", "uneven"):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
     assert {tuple(entry) for entry in result.values("seen")[0]} == {("DeviceBuckets", 3)}

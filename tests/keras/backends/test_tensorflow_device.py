@@ -77,6 +77,19 @@ for name, options in {
     report(name, float(np.abs(flat(model) - flat(alone)).max()))
     report(name + " equal", len(set(ring.all_gather_object(flat(model).tobytes()))))
     report(name + " by NCCL", SIMULATED and count("ncclAllReduce") - before)
+# Rank 0 has five batches of six samples, rank 1 has three.
+parts = [[(x[i : i + 6], y[i : i + 6]) for i in range(*ends, 6)] for ends in ((0, 30), (30, 48))]
+whole = [tuple(map(np.concatenate, zip(*(part[i] for part in parts if i < len(part))))) for i in range(5)]
+alone = built(jit_compile=False)
+alone.fit((batch for batch in whole), verbose=0)
+for name, compiles in (("uneven", False), ("uneven XLA", True)):
+    model = built(jit_compile=compiles)
+    before = SIMULATED and count("ncclAllReduce")
+    model.optimizer = DistributedOptimizer(model.optimizer, bucket_bytes=100)
+    model.fit((batch for batch in parts[rank]), verbose=0, callbacks=[BroadcastCallback(), Look()])
+    report(name, float(np.abs(flat(model) - flat(alone)).max()))
+    report(name + " equal", len(set(ring.all_gather_object(flat(model).tobytes()))))
+    report(name + " by NCCL", SIMULATED and count("ncclAllReduce") - before)
 report("seen", seen)
 
 # A factor that bfloat16 would round; a mean ratio above 1 would be a bias.
@@ -100,7 +113,7 @@ except Exception as error:
 
 def check_equality(**more):
     result = run_ranks(FIT, 2, env=environment("tensorflow", RING_TENSORFLOW_NCCL="1", **more), timeout=250)
-    for name in ("plain", "two steps", "XLA"):
+    for name in ("plain", "two steps", "XLA", "uneven", "uneven XLA"):
         assert max(result.values(name)) < 1e-5
         assert result.values(f"{name} equal") == [1, 1]
     assert max(result.values("bias")) < 2e-4
