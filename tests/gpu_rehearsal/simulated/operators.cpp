@@ -325,6 +325,11 @@ void simulate(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& argument : schema.arguments()) fresh |= argument.is_out();
   const Shapes* shapes = fresh && !now ? shapes_for(op, arguments) : nullptr;
   if (now || (fresh && !shapes)) return compute_now(op, arguments, stack, stream, *device);
+  for (size_t i = 0; i < arguments.size(); i++)  // as torch's own kernels for lists do
+    if (is_written(schema.arguments()[i]) && arguments[i].isTensorList())
+      for_each_tensor(arguments[i], [](const Tensor& tensor) {
+        if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+      });
   std::vector<IValue> results;
   for (size_t i = 0; i < schema.returns().size(); i++) {
     const auto& result = schema.returns()[i];
