@@ -67,7 +67,8 @@ def test_a_process_that_is_yet_to_join_takes_part_in_fit_though_it_is_alone_unti
     callback = BroadcastCallback()
     callback.set_params({})
     vars(callback).update(_model=SimpleNamespace(optimizer=None), _root=None)
-    callback.ranks = SimpleNamespace(communicator=SimpleNamespace(size=1))
+    alone = SimpleNamespace(size=1, ranks=(0,), all_gather_object=lambda value, _: [value])
+    callback.ranks = SimpleNamespace(communicator=alone)
     callback.on_train_begin()
     assert len(begun) == is_joining
     assert callback._epoch == (2 if is_joining else None)
