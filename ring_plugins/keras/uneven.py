@@ -152,7 +152,7 @@ class UnevenData:
             )
         if any(why) and callback.uneven == "join" and callback.average_gradients:
             _check_even(next(filter(None, why)), known, lasts, ranks)
-        are_even = not self._is_uneven and all(knows_last) and all_equal(lasts)
+        are_even = not self._is_uneven and all(knows_last) and all_equal(lasts) and all_equal(sizes)
         if not any(why) and not (self._weighs_before and are_even and not self._replaces):
             # Whoever joins weighs as the others have begun to.
             self.full = next(filter(None, fulls), 1 if None in sizes else max(sizes))
@@ -499,6 +499,8 @@ def _last_size(adapter: Any, data: Any) -> int | None:
         return order.last_size
     with contextlib.suppress(NotImplementedError, TypeError, AttributeError):  # of samplers without a length
         found: int | None = adapter.partial_batch_size
+        if (loader := getattr(adapter, "_dataloader", None)) is not None:  # Keras forgets the sampler, and drop_last
+            found = 0 if loader.drop_last else len(loader.sampler) % loader.batch_size
         return found or None
     return None
 

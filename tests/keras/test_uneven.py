@@ -120,3 +120,34 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
     )
     assert has_equal_parts(shard_iterable([1], 0, 2, False, lambda: None))
     assert not has_equal_parts(shard_iterable([1], 0, 2, True, lambda: None)) and not has_equal_parts(iter([1]))
+
+
+def test_batches_count_by_their_samples_where_ranks_have_equally_many_of_other_sizes(monkeypatch):
+    """With an optimizer that accumulates, or NCCL, which exchange nothing where all is known to be equal."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from ring_plugins.keras import uneven as module
+
+    monkeypatch.setattr(module, "current", lambda: SimpleNamespace(is_joining=False))
+
+    def full(sizes, lasts):
+        told = [module._Told(4, size, 4, "", None, last, True, True) for size, last in zip(sizes, lasts, strict=True)]
+        gathered = [(one, False, None) for one in told]
+        communicator = SimpleNamespace(ranks=[0, 1], all_gather_object=lambda own, what: gathered)
+        data = module.UnevenData.__new__(module.UnevenData)
+        vars(data).update(_told=told[0], _communicator=communicator, _weighs_before=True, _shares=[], full=None)
+        vars(data).update(_callback=SimpleNamespace(uneven="join", average_gradients=True))
+        vars(data).update(_is_uneven=False, _replaces=False, _has_agreed=False)
+        data.agree()
+        return data.full
+
+    assert full([4, 4], [None, None]) is None and full([4, 4], [2, 2]) is None
+    assert full([8, 4], [None, None]) == 8 and full([4, 4], [2, None]) == 4
+
+    def last(count, **options):
+        loader = torch.utils.data.DataLoader(range(20), batch_size=4, sampler=range(count), **options)
+        return module._last_size(SimpleNamespace(partial_batch_size=20 % 4, _dataloader=loader), loader)
+
+    assert (last(10), last(12), last(10, drop_last=True)) == (2, None, None)
