@@ -75,6 +75,8 @@ class RingFabricLogic(RingParallelLogic):
         local_settings(self.arguments, strategy="RingFabricStrategy")  # raises if one is invalid
         #: By identity, as a module may define equality: each module that is set up, and what averages its gradients.
         self._averagers: dict[int, tuple[Module, GradientAverager]] = {}
+        #: On one rank, where nothing is averaged otherwise: by identity of what `fabric.setup` returned.
+        self._alone: dict[int, tuple[Module, GradientAverager]] = {}
         self._optimizers: list[Any] = []
         self._local: dict[int, LocalTraining] = {}  # by identity of modules; none if they average every step
         self._backward_sync_control: BackwardSyncControl = BackwardSyncControl(self)
@@ -185,9 +187,13 @@ class RingFabricLogic(RingParallelLogic):
             raise ArgumentError(f"RingFabricStrategy(sync_every={every!r}) does not work with {what}: {instead}.")
 
     def _averager_in(self, module: Module, caller: str) -> GradientAverager:
-        """The averager of what ``fabric.setup`` returned (Fabric 2.6.6, fabric/wrappers.py:119); new on one rank."""
+        """The averager of what ``fabric.setup`` returned (Fabric 2.6.6, fabric/wrappers.py:119)."""
         own: Module = getattr(module, "_forward_module", module)
-        return GradientAverager(own) if self.world_size == 1 else self.averager_of(own, caller)
+        if self.world_size > 1:
+            return self.averager_of(own, caller)
+        if id(module) not in self._alone:
+            self._alone[id(module)] = module, GradientAverager(own)
+        return self._alone[id(module)][1]
 
     def join(self, *parts: Any, batch_size: int = 1, passes: int = 1) -> join:
         """Let ranks with different numbers of batches train to the end of the longest.
@@ -285,12 +291,13 @@ class RingFabricLogic(RingParallelLogic):
     @override
     def teardown(self) -> None:
         """Remove the hooks from all modules."""
-        for _, averager in self._averagers.values():
+        for _, averager in [*self._averagers.values(), *self._alone.values()]:
             averager.close()
         for local in self._local.values():
             local.close()
         self._local.clear()
         self._averagers.clear()
+        self._alone.clear()
         self._optimizers.clear()
         super().teardown()
 

@@ -28,12 +28,12 @@ wherever a micro-batch is computed.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_plugins.core.base.errors import ArgumentError, RingError
 from ring_plugins.core.collectives.api import Communicator
@@ -46,8 +46,9 @@ from ring_plugins.torch.step_plan import Pass, StepPlan
 
 T = TypeVar("T")
 
-#: By a model's first parameter, the last plan of `GlobalBatches`.
-_plans = WeakTensorKeyDictionary()
+#: By the first averager of `GlobalBatches`, its last plans: one of each set of samples, of so many sets.
+_plans = weakref.WeakKeyDictionary[GradientAverager, list[StepPlan[Any]]]()
+_SETS = 4
 
 _NO_SYNC_BATCH_NORM = (
     "SyncBatchNorm needs all ranks in each forward, and the passes of a step of GlobalBatches are divided among the "
@@ -78,8 +79,10 @@ class GlobalBatches(Generic[T]):
     number, so that dropout, and what the loader draws without workers, are the same wherever it is computed. So it is
     behind the inner loop.
 
-    Made anew for the same parameters and dataset, as in each epoch of a loop, it goes on where the last one was: with
-    the next epoch.
+    Made anew for the same optimizer and samples, as in each epoch of a loop, it goes on where the last one was: with
+    the rest of its epoch if a `break` has left some, else with the next. The same samples are those of the same loader,
+    or of one with the same dataset, a sampler of the same type and indices, and the same seed. With another optimizer,
+    as for a second training of a model, it begins with epoch 0.
 
     It has a `state_dict`, by which `TrainingState` and checkpoints go on with the next step, on any number of ranks.
     Save it behind `optimizer.step()`.
@@ -112,15 +115,15 @@ class GlobalBatches(Generic[T]):
         self._is_loaded = False
 
     def _go_on(self, averagers: Sequence[GradientAverager]) -> None:
-        parameter = next((parameter for one in averagers for _, parameter in one.named_parameters), None)
-        if parameter is None:
-            return
-        earlier, _plans[parameter] = _plans.get(parameter), self._plan  # type: ignore[no-untyped-call]
-        if earlier is not None and earlier.loader.dataset is self._plan.loader.dataset:
+        plans = _plans.setdefault(averagers[0], [])
+        earlier = next((plan for plan in plans if self._plan.has_samples_of(plan)), None)
+        if earlier is not None:
             self._plan.begin_at(earlier.epoch, earlier.samples)
+            plans.remove(earlier)
             for averager in averagers:
                 if earlier.place in (checks := averager.checks.list):
                     checks.remove(earlier.place)
+        plans[:] = [*plans, self._plan][-_SETS:]
 
     def __len__(self) -> int:
         """Steps of an epoch."""

@@ -109,6 +109,13 @@ class StepPlan(Generic[T]):
         """Go on behind these samples."""
         self.epoch, self.samples, self._batches_for = epoch, samples, None
 
+    def has_samples_of(self, other: StepPlan[Any]) -> bool:
+        """Whether this is made anew of the samples of another plan, in the same order."""
+        if self.seed != other.seed or self.loader.dataset is not other.loader.dataset:
+            return False
+        own, its = self.loader.sampler, other.loader.sampler
+        return own is its or (type(own) is type(its) and _indices(own) == _indices(its))
+
     def divide(self, first: int, end: int, rank: int, size: int) -> list[Pass]:
         """The passes of a rank of so many in a step, of which `batches` has the data next."""
         if self._batches_for != (rank, size, first):
@@ -215,6 +222,10 @@ def job_order(sampler: Any, seed: int, epoch: int) -> list[int]:
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(seed + epoch)
     return list(map(int, order_of(sampler, seed + epoch)))
+
+
+def _indices(sampler: Any) -> list[int] | None:
+    return None if (indices := getattr(sampler, "indices", None)) is None else list(map(int, indices))
 
 
 def _check(loader: Any, global_batch_size: Any, caller: str) -> None:

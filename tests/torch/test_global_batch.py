@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 import ring_plugins as ring
 from ring_plugins.core.base.errors import ArgumentError, RingError
@@ -88,6 +88,33 @@ def test_one_that_is_made_in_each_epoch_goes_on_with_the_next(job):
         assert [batch.tolist() for batch in step] == expected[2][:2]
         break
     assert seen(steps_of(models[1], 2)) == expected[2][2:], "behind a step that ended the loop"
+
+
+def test_only_what_has_the_same_optimizer_and_samples_goes_on(job):
+    """Else one that draws other samples left out its first ones, and a second training began where the first ended."""
+    datasets, model = [list(range(8)), list(range(8, 16))], Model()
+
+    def seen(optimizer, data, sampler=None, **options):
+        loader = DataLoader(data, 2, shuffle=sampler is None, sampler=sampler)
+        steps = GlobalBatches(loader, optimizer, global_batch_size=4, **options)
+        return [batch.tolist() for step in steps for batch in step]
+
+    optimizers = [DistributedOptimizer(torch.optim.SGD(model.parameters())) for _ in range(2)]
+    epochs = [[seen(optimizers[0], data) for data in datasets] for _ in range(2)]
+    assert all(first != second for first, second in zip(*epochs, strict=True)), "two datasets in turn"
+    assert [seen(optimizers[1], datasets[0]) for _ in range(2)] == [epoch[0] for epoch in epochs]
+    assert seen(optimizers[1], datasets[0], seed=1) == epochs[1][0], "of its epoch 0"
+    first, second = (SubsetRandomSampler(range(begin, begin + 4)) for begin in (0, 4))
+    loader = DataLoader(datasets[0], 2, sampler=first)
+    steps = GlobalBatches(loader, optimizers[1], global_batch_size=2)
+    for step in steps:
+        assert len([*step]) == 1
+        break
+    assert {number for batch in seen(optimizers[1], datasets[0], second) for number in batch} == {4, 5, 6, 7}
+    assert (
+        len([batch for step in steps for batch in step]) == 1
+        and steps._plan.place in optimizers[1].averager.checks.list
+    )
 
 
 def test_a_batch_that_does_not_need_all_parameters_clears_no_gradients(job):
