@@ -217,16 +217,30 @@ class Backups:
 
     # Saving -------------------------------------------------------------------------------------------
 
-    def save(self, epoch: int, batch: int, has_more: bool, states: Sequence[tuple[list[Array], Array | None]]) -> None:
+    def place_of_data(self, batch: int) -> dict[str, int]:
+        """Where this rank is in its data behind a step, if others follow in this epoch."""
+        return self.rest.place(batch + 1 - self.rest.first, False)
+
+    def save(
+        self,
+        epoch: int,
+        batch: int,
+        has_more: bool,
+        states: Sequence[tuple[list[Array], Array | None]],
+        data: dict[str, int] | None = None,
+    ) -> None:
         """Write behind a step, if this rank writes.
 
         Args:
             epoch, batch: numbers of the step.
             has_more: whether others follow in this epoch.
             states: by rank, its `own_state`.
+            data: where the job is in its data, if it is not where this rank is.
         """
         self.is_due = False
         place = self._place(epoch, batch + 1, batch + 1 - self.rest.first, not has_more)
+        if data is not None:
+            place["data"] = data
         own, random = [one for one, _ in states] if has_more else [], [one for _, one in states if one is not None]
         self._write(Backup(place, [], own, random))
 

@@ -208,6 +208,7 @@ class LocalFit(SynchronizedFit):
         self.team = self._team = self._between.team
         self._averages, self._codec = self.team.size > 1, (None, None)
         self._is_completing, self._batch, self._epoch = False, 0, 0
+        self._place = dict[str, int]()
 
     def begin(self, finalizer: weakref.finalize[..., Any] | None) -> None:
         super().begin(finalizer)
@@ -220,7 +221,8 @@ class LocalFit(SynchronizedFit):
 
     def end_batch(self, batch: int, epoch: int) -> None:
         super().end_batch(batch, epoch)
-        self._batch, self._epoch = batch, epoch
+        # Behind an epoch's end, data may have the next one's order.
+        self._batch, self._epoch, self._place = batch, epoch, self._backups.place_of_data(batch)
         if self._is_running and not self._between.is_idle:
             self._between.after_batch(batch)
             assert self._uneven is not None
@@ -236,8 +238,8 @@ class LocalFit(SynchronizedFit):
             return
         self._between.exchange()  # unless this was one of all
         self._is_completing = True
-        told = self._communicator.all_gather_object((batch, has_more, own_state(self.model)), "backup")
-        batches, more, states = zip(*told, strict=True)
+        own = batch, has_more, own_state(self.model), self._place
+        batches, more, states, places = zip(*self._communicator.all_gather_object(own, "backup"), strict=True)
         if not any(more):
             return
         if min(batches) < max(batches) and self._root.is_here():
@@ -246,7 +248,8 @@ class LocalFit(SynchronizedFit):
                 f"{max(batches) + 1} steps of epoch {epoch + 1}. fit() goes on behind the first of these, and what "
                 "others have read since is read again."
             )
-        self._backups.save(epoch, min(batches), True, states)
+        # Of a rank that has come least far, not the root's.
+        self._backups.save(epoch, min(batches), True, states, places[batches.index(min(batches))])
         self._backups.leave()
 
     def _come_together(self) -> None:
