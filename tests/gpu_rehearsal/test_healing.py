@@ -34,6 +34,7 @@ def test_processes_take_the_places_of_killed_ranks_on_their_gpus(rehearse, size,
     assert sum(result.values("is new")) == len(faults.split()) and result.values("size") == [size] * size, result
     assert result.values("last") == [[*range(size)]] * size and min(result.values("taken")) >= 5
     assert result.values("unlike rank 0") == result.values("unlike the replay") == [0] * size
+    assert result.values("after join") == [size] * size, result
 
 
 @pytest.mark.parametrize("death", [[0, 5, "now"], [2, 9, "now"], [1, 1, "in validation"]])

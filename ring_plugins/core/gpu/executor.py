@@ -21,6 +21,7 @@ from ring_plugins.core.arrays.memory import DeviceMemory
 from ring_plugins.core.base.errors import ArgumentError, DeviceError, RingError, is_first_report
 from ring_plugins.core.collectives.api import Communicator, FailureState, Statistics
 from ring_plugins.core.collectives.host import HostCommunicator
+from ring_plugins.core.collectives.host_groups import VIEW_SHIFT
 from ring_plugins.core.control.wait import PeerRejected, Wait
 from ring_plugins.core.gpu.connection import FINALIZE_TIMEOUT, NcclConnection
 from ring_plugins.core.gpu.cuda import Driver
@@ -31,7 +32,7 @@ from ring_plugins.core.gpu.stream import StreamQueue, Streams
 
 T = TypeVar("T")
 #: Added to the numbers of operations, which are counted apart from those of the host's communicator.
-_ON_GPU = 1 << 40
+_ON_GPU = 1 << 60
 
 
 class StreamWork(Generic[T]):
@@ -132,6 +133,7 @@ class DeviceExecutor:
         self._lock = threading.RLock()
         #: By number of operations, how many calls this member rejected then.
         self._rejected: dict[int, int] = {}
+        self._told_from = _ON_GPU  # added to numbers of operations that others are told of
         self._group_depth = 0
         self._operation = ""
         self._scaled_after: list[tuple[DeviceMemory, float]] = []  # once the group that is open has been queued
@@ -307,7 +309,17 @@ class DeviceExecutor:
             before = self._rejected.get(number, 0)
             self._rejected = {n: m for n, m in self._rejected.items() if n >= self.queue.finished}
             self._rejected[number] = before + 1
-        self.host.groups.reject(_ON_GPU + number, before, operation, error)
+            told = self._told_from + number
+        self.host.groups.reject(told, before, operation, error)
+
+    def count_anew(self, view: int) -> None:
+        """Let rejections of all members count from here, where some have run more operations than others.
+
+        Args:
+            view: how often the ranks of the job have changed.
+        """
+        with self._lock:
+            self._told_from, self._rejected = _ON_GPU + (view << VIEW_SHIFT) - self.statistics.operations, {}
 
     # For the watchdog, on its thread
 
@@ -356,7 +368,7 @@ class DeviceExecutor:
         if oldest is None or not isinstance(self.host, HostCommunicator):
             return
         for number in range(self.queue.finished, oldest.number):
-            if rejection := self.host.groups.rejection(_ON_GPU + number, self._rejected.get(number, 0)):
+            if rejection := self.host.groups.rejection(self._told_from + number, self._rejected.get(number, 0)):
                 where = f"{self.name}: {oldest.text}"
                 error = PeerRejected(f"{rejection} The GPU of rank {self._own} waits for it in {where}.")
                 self.host.interrupt(where, error)  # that member may not know

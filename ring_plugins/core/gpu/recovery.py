@@ -89,6 +89,7 @@ class GpuRecovery:
         self._executor, self._host, self._mesh, self._view = executor, host, mesh, view
         executor.recovery = self
         self._connected_in = view()
+        executor.count_anew(self._connected_in)
         self.follow: Callable[[], object] = lambda: None
         self.trouble, self.recoveries = "", 0
         self._inside = False
@@ -247,6 +248,7 @@ class GpuRecovery:
         executor.peers = [rank for rank in self._host.ranks if rank != self._host.ranks[self._host.rank]]
         self.trouble, self._lost_since, self._saw_lost = "", 0.0, False
         self._connected_in, self.recoveries = view, self.recoveries + 1
+        executor.count_anew(view)
         self.follow()
 
     def _await_end(self) -> None:

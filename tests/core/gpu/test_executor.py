@@ -91,16 +91,22 @@ def test_rejections_are_counted_from_the_last_operation_and_found_by_the_watchdo
     reduce(communicator)
     reject()
     assert host.groups.told == [(number, before, "all_reduce") for number, before in ((0, 0), (0, 1), (0, 2), (1, 0))]
+    communicator.executor.count_anew(3)  # a member that has run fewer operations tells the same of its next one
+    reject()
+    assert host.groups.told.pop() == (3 << 40, 0, "all_reduce")
+    communicator.executor.count_anew(0)
+    reject()
+    assert host.groups.told.pop() == (0, 0, "all_reduce")
     communicator.synchronize()
     communicator.executor.poll([])
     done = threading.Event()
     library.cuda.waits_at_once = False
     library.cuda.streams[communicator.stream].work.put(done.wait)
     reduce(communicator)  # the second operation, after one rejected call
-    host.groups.rejections = {(0, 0): "done since", (1, 0): "rejected here too", (2, 0): "not called yet"}
+    host.groups.rejections = {(-1, 0): "done since", (0, 0): "rejected here too", (1, 0): "not called yet"}
     communicator.executor.poll([])
     communicator.check()
-    host.groups.rejections[1, 1] = "rank 1 rejected it."
+    host.groups.rejections[0, 1] = "rank 1 rejected it."
     communicator.executor.poll([])
     with pytest.raises(PeerRejected, match=r"rank 1 rejected it. The GPU of rank 0 waits for it in .*: all_reduce"):
         communicator.check()

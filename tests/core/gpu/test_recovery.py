@@ -70,7 +70,8 @@ class Executor:
     def __init__(self):
         self.wait, self.connection, self.unfinished, self.error = Wait(), Connection(self), 0, None
         self.queue = SimpleNamespace(unfinished=[1])
-        self.launched, self.broken = [], []
+        self.launched, self.broken, self.counted = [], [], []
+        self.count_anew = self.counted.append
         self.connecting = contextlib.nullcontext
 
     def has_unfinished(self, checks=True):
@@ -121,7 +122,7 @@ def test_a_loss_before_the_other_rank_told_connects_those_left_and_takes_nothing
     job.executor.unfinished, job.dead, job.host.dies = 10**9, {1}, "exchange"
     with pytest.raises(MembersLost):
         job.a_pass()
-    assert job.members == [(0,)] and job.recovery.trouble == ""
+    assert job.members == [(0,)] and job.recovery.trouble == "" and job.executor.counted == [0, 1]
     job.a_pass()
 
 
