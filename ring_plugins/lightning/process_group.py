@@ -220,7 +220,8 @@ def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> T
 
 def _gathered_of_other_sizes(tensor: Tensor, group: Any, sync_grads: bool, error: MismatchError) -> list[Tensor]:
     # Through the CPU: what is pickled on a GPU lands on the GPU of that number, which is another rank's.
-    own = (tensor.shape, tensor.dtype) if sync_grads else tensor.detach().cpu()
+    # Cloned, as a view is pickled with all that it is a view of.
+    own = (tensor.shape, tensor.dtype) if sync_grads else tensor.detach().cpu().clone()
     told: list[Any] = ring.all_gather_object(own, group=group)
     kinds = {(len(one[0]), one[1]) if sync_grads else (one.dim(), one.dtype) for one in told}
     if len(kinds) > 1:
