@@ -14,7 +14,7 @@ from ring_plugins.core.arrays.dtypes import Op
 from ring_plugins.core.world import current
 from ring_plugins.torch import GradientAverager
 from ring_plugins.torch.device import memory_of, streams
-from tests.gpu.card import CUDA, DEVICE, dist, fact, init_torch_group, ring, synchronize, torch
+from tests.gpu.card import CUDA, DEVICE, SIMULATED, dist, fact, init_torch_group, ring, synchronize, torch
 
 nn = torch.nn
 ROUNDS, CALLS = 4, 20  # after each round the GPU catches up
@@ -65,6 +65,7 @@ def cost_of_buckets() -> None:
 
 
 def calls_of_a_step(how: str) -> None:
+    torch.manual_seed(0)  # equal weights on all ranks
     own = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)) for _ in range(30))).to(DEVICE)
     averager = GradientAverager(own, bucket_bytes=1 << 20) if how == "ring" else None
     call = own
@@ -85,7 +86,8 @@ def calls_of_a_step(how: str) -> None:
 
     for _ in range(8):
         step()
-    with torch.profiler.profile() as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU] if SIMULATED else None  # CUPTI is not simulated
+    with torch.profiler.profile(activities=cpu) as profile:
         for _ in range(3):
             step()
     names = Counter(
