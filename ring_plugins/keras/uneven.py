@@ -107,9 +107,7 @@ class UnevenData:
         self._data, self._has_had_all = argument_of_fit("x"), left == 0
         self._is_empty = is_empty(self._data)
         #: Whether batches are weighed before the step, since averages are sums of several, or NCCL's.
-        self._weighs_before = _uses_nccl() or any(
-            int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(self._model)
-        )
+        self._weighs_before = _uses_nccl() or _accumulates(self._model)
         self._weights_of: Communicator[Any] | None = None
         self._shares: list[BatchShare] = []
         steps, why = (callback.params or {}).get("steps"), _why_even(callback)
@@ -151,7 +149,7 @@ class UnevenData:
                 f"{next(filter(None, why))}. {_EQUAL}"
             )
         if any(why) and callback.uneven == "join" and callback.average_gradients:
-            _check_even(next(filter(None, why)), known, lasts, ranks)
+            _check_even(next(filter(None, why)), known, sizes, lasts, ranks)
         are_even = not self._is_uneven and all(knows_last) and all_equal(lasts) and all_equal(sizes)
         if not any(why) and not (self._weighs_before and are_even and not self._replaces):
             # Whoever joins weighs as the others have begun to.
@@ -466,7 +464,13 @@ def _why_even(callback: Any) -> str:
         return 'uneven="error" was passed to BroadcastCallback'
     if not callback.average_gradients:
         return "average_gradients=False leaves each rank to itself"
+    if current().recovers and _accumulates(callback._model):  # the sums of those that are left were weighed beside its
+        return "a rank may be lost between the steps whose gradients are accumulated (on_failure)"
     return ""
+
+
+def _accumulates(model: Any) -> bool:
+    return any(int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(model))
 
 
 def _uses_nccl() -> bool:
@@ -474,7 +478,13 @@ def _uses_nccl() -> bool:
     return switch is not None and switch.get()
 
 
-def _check_even(why: str, known: Sequence[bool], lasts: Sequence[int | None], ranks: Sequence[int]) -> None:
+def _check_even(
+    why: str,
+    known: Sequence[bool],
+    sizes: Sequence[int | None],
+    lasts: Sequence[int | None],
+    ranks: Sequence[int],
+) -> None:
     """Check that ranks have equally many batches of equal sizes, as far as that can be known before the first step.
 
     Raises:
@@ -485,9 +495,12 @@ def _check_even(why: str, known: Sequence[bool], lasts: Sequence[int | None], ra
             f"{name_ranks(unknown)}: how many batches x has is not known before the end of an epoch, and {why}. Pass "
             "steps_per_epoch to fit(), for which every rank has enough batches."
         )
+    differing = [("batches", sizes, "unknown")] if len(set(sizes) - {None}) > 1 else []
     if not all_equal(lasts):
+        differing.append(("the last batches of an epoch", lasts, "a full one"))
+    for what, samples, none in differing:
         raise MismatchError(
-            f"the last batches of an epoch differ in size among ranks ({by_rank(lasts, ranks)}; None is a full one), "
+            f"{what} differ in size among ranks ({by_rank(samples, ranks)}; None is {none}), "
             f"so samples would not count alike, and {why}. Give every rank the same amount of data, as "
             "ring_plugins.keras.shard does."
         )

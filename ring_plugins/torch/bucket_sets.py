@@ -110,7 +110,8 @@ def communicator_for(
     name = purpose if number == 1 else f"{purpose} {number}"
     if len(set(kinds)) > 1:
         raise MismatchError(
-            f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order; use one kind of device everywhere."
+            f"{name}: the tensors of the ranks lie on {list(kinds)}, in rank order. Use one kind of "
+            "device and one compression on all ranks."
         )
     if not is_on_gpu(example) or (is_rounded and len(set(nodes)) > 1):
         return members.new_communicator(name)

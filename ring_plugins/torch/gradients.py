@@ -659,7 +659,8 @@ class GradientAverager:
             )
             self.communicator.reject("averaging a loss", error)
             raise error
-        device = self._sets.parameters[0].device if self._sets.parameters else None
+        on_gpu = self._streams is not None and self._sets.parameters
+        device = self._sets.parameters[0].device if on_gpu else torch.device("cpu")
         values = torch.zeros(2, dtype=torch.float64, device=device)
         if loss is not None:
             values[0], values[1] = loss.detach().reshape(()) if is_tensor else float(loss), 1

@@ -14,6 +14,7 @@ def test_hosts_of_gpus_exchange_weights_and_gradients_in_8_bits(rehearse, proces
         assert found["inside a host"] == ([2, "DeviceCommunicator"] if processes == 4 else [1, "SingleCommunicator"])
         assert 'sparse="densify"' in found["sparse"]
         assert found["rounds"] and found["off by"] < 0.05
+        assert found["loss, cuda, int8"] == pytest.approx(found["loss, cpu, int8"], abs=1e-6)
         assert found["unlike one process"] < 1e-5
         assert found["unlike, in 8 bits"] < 5e-2
         for codec in (None, "int8"):

@@ -1,7 +1,7 @@
 """A `fit` of which ranks are killed, as TEST_DEATHS says: {rank: [step, point]}. Reports what the survivors have.
 
 With TEST_FILES, callbacks write to that directory; with TEST_RATE, the rate warms up, and is reported after each step.
-TEST_COUNTS says how many batches each rank has, TEST_PASSES how many an update takes.
+TEST_COUNTS says how many batches each rank has.
 """
 
 import json
@@ -68,11 +68,7 @@ def main() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(UNITS, kernel_initializer="zeros")])
     # The gradient of a mean of so many outputs would be small: the sum over the units of one sample.
     model.compile(
-        keras.optimizers.SGD(
-            RATES[os.environ.get("TEST_RATE", "")](),
-            momentum=0.5,
-            gradient_accumulation_steps=int(os.environ.get("TEST_PASSES", "0")) or None,
-        ),
+        keras.optimizers.SGD(RATES[os.environ.get("TEST_RATE", "")](), momentum=0.5),
         loss=lambda wanted, found: keras.ops.sum(wanted * found, axis=-1),
         metrics=["mae"],
         jit_compile=keras.backend.backend() == "jax",

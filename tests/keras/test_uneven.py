@@ -94,11 +94,13 @@ def test_where_ranks_cannot_be_joined_unequal_or_unknown_batches_are_refused_bef
     from ring_plugins.keras.uneven import UnevenData, _Ahead, _check_even, _knows_last_size, _last_size
 
     why = "a CallbackList of the script's own keeps fit() from being found"
-    _check_even(why, [True, True], [None, None], [0, 1])
+    _check_even(why, [True, True], [4, None], [None, None], [0, 1])
     with pytest.raises(MismatchError, match=r"^rank 1: how many batches x has is not known .* and a CallbackList "):
-        _check_even(why, [True, False], [None, None], [0, 1])
+        _check_even(why, [True, False], [4, 4], [None, None], [0, 1])
     with pytest.raises(MismatchError, match=r"^the last batches of an epoch differ in size .*rank 0: 2, rank 1: None"):
-        _check_even(why, [True, True], [2, None], [0, 1])
+        _check_even(why, [True, True], [4, 4], [2, None], [0, 1])
+    with pytest.raises(MismatchError, match=r"^batches differ in size .*rank 0: 8, rank 1: 4; None is unknown"):
+        _check_even(why, [True, True], [8, 4], [None, None], [0, 1])
 
     class Adapter:
         partial_batch_size = 3
@@ -151,3 +153,18 @@ def test_batches_count_by_their_samples_where_ranks_have_equally_many_of_other_s
         return module._last_size(SimpleNamespace(partial_batch_size=20 % 4, _dataloader=loader), loader)
 
     assert (last(10), last(12), last(10, drop_last=True)) == (2, None, None)
+
+
+def test_gradients_that_are_accumulated_count_alike_where_ranks_may_be_lost_between(monkeypatch):
+    from types import SimpleNamespace
+
+    from ring_plugins.keras import uneven as module
+
+    def why(recovers, passes):
+        optimizers = [SimpleNamespace(gradient_accumulation_steps=passes)]
+        monkeypatch.setattr(module, "current", lambda: SimpleNamespace(recovers=recovers))
+        monkeypatch.setattr(module, "optimizers_of", lambda model: optimizers)
+        return module._why_even(SimpleNamespace(uneven="join", average_gradients=True, _model=None))
+
+    assert (why(False, 4), why(True, None), why(True, 1)) == ("", "", "")
+    assert why(True, 4) == "a rank may be lost between the steps whose gradients are accumulated (on_failure)"

@@ -101,6 +101,14 @@ def averaged(where: torch.device, codec: str | None, **options: bool) -> torch.T
         optimizer.zero_grad()
         loss_of(model, model.step, rank, where).backward()
         optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank, where)
+        loss.backward()
+        return loss
+
+    report(f"loss, {where.type}, {codec}", float(optimizer.step(closure)))
     report(f"kinds of weights, {codec}, {options}", kinds(model))
     optimizer.close()
     return flat(model)
