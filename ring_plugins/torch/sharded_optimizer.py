@@ -111,7 +111,7 @@ class ShardedOptimizer(WrappedOptimizer):
         group: whose ranks share it, by default all.
 
     Raises:
-        ArgumentError: the optimizer cannot be sharded in this way, or parameters are on a GPU or have gaps.
+        ArgumentError: the optimizer cannot be sharded in this way, or parameters are on several devices or have gaps.
         MismatchError: the parameters differ among ranks.
     """
 
