@@ -194,7 +194,8 @@ def row(name: str, default: Any, kind: Any, information: Any, *_: Any) -> str:
     if is_worth_saying and "efault" not in text:
         text += " On by default." if default is True else f" Default: `{shown}`."
     if getattr(information, "envvar", None):
-        text += f" Variable: `{information.envvar}`."
+        names = [information.envvar] if isinstance(information.envvar, str) else information.envvar
+        text += f" Variable: {', '.join(f'`{name}`' for name in names)}."
     return f"| {names} {unit} | {text} |"
 
 

@@ -14,7 +14,7 @@ from ring_plugins.torch import DistributedOptimizer, gradients
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch):
-    monkeypatch.setattr(gradients, "communicator_for", lambda named, group: SingleCommunicator("test"))
+    monkeypatch.setattr(gradients, "communicator_for", lambda named, **_: SingleCommunicator("test"))
 
 
 def test_it_shares_state_and_groups_with_the_optimizer_it_wraps():
@@ -85,7 +85,7 @@ class Two(SingleCommunicator):
 @pytest.fixture
 def two(monkeypatch):
     made = Two()
-    monkeypatch.setattr(gradients, "communicator_for", lambda named, group: made)
+    monkeypatch.setattr(gradients, "communicator_for", lambda named, **_: made)
     monkeypatch.setenv("RING_WEIGHT_CHECK", "0")
     return made
 
