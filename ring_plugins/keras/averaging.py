@@ -54,7 +54,7 @@ from ring_plugins.keras.patches import Patch
 from ring_plugins.keras.running_fit import AVERAGING, watch_fit
 from ring_plugins.keras.sharded_optimizer import check_shardable, sharded
 from ring_plugins.keras.slices import describe_gradient
-from ring_plugins.keras.state import forget_compiled_steps, optimizers_of
+from ring_plugins.keras.state import accumulation_steps, forget_compiled_steps, optimizers_of
 from ring_plugins.keras.validation import warn_of_gpu_copies
 
 #: Smaller than the core's: larger reductions cost as much per byte, and typical models fill enough of these to overlap.
@@ -385,7 +385,7 @@ class GradientAveraging:
     @property
     def accumulation_steps(self) -> int:
         """Steps per update of the optimizer."""
-        return int(getattr(self.optimizer, "gradient_accumulation_steps", None) or 1)
+        return accumulation_steps(self.optimizer)
 
     def accumulators(self) -> list[Any]:
         """Gradients accumulated since the last update. Replacing each rank's own by their average is correct."""

@@ -80,6 +80,11 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
+def accumulation_steps(optimizer: Any) -> int:
+    """Over how many steps it accumulates gradients before it updates, 1 if it does not."""
+    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+
+
 def forget_compiled_steps(optimizer: Any) -> None:
     """Let models that have trained with an optimizer compile their next step anew.
 

@@ -49,7 +49,7 @@ from ring_plugins.keras.job import members
 from ring_plugins.keras.patches import Patch, replaced
 from ring_plugins.keras.running_fit import argument_of_fit, enclosing_list
 from ring_plugins.keras.shard import has_equal_parts, is_empty, order_of
-from ring_plugins.keras.state import optimizers_of, value_of
+from ring_plugins.keras.state import accumulation_steps, optimizers_of, value_of
 
 
 class _Told(NamedTuple):
@@ -470,7 +470,7 @@ def _why_even(callback: Any) -> str:
 
 
 def _accumulates(model: Any) -> bool:
-    return any(int(getattr(one, "gradient_accumulation_steps", None) or 1) > 1 for one in optimizers_of(model))
+    return any(accumulation_steps(one) > 1 for one in optimizers_of(model))
 
 
 def _uses_nccl() -> bool:

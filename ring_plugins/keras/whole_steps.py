@@ -29,7 +29,7 @@ from ring_plugins.core.base.errors import ArgumentError
 from ring_plugins.core.world import current
 from ring_plugins.keras.running_fit import argument_of_fit
 from ring_plugins.keras.shard import Order
-from ring_plugins.keras.state import optimizers_of, value_of
+from ring_plugins.keras.state import accumulation_steps, optimizers_of, value_of
 
 
 class WholeSteps:
@@ -47,7 +47,7 @@ class WholeSteps:
     def __init__(self, model: Any, order: Order, full: int | None) -> None:
         self._model, self._order = model, order
         self._data, iterator = argument_of_fit("x"), argument_of_fit("epoch_iterator")
-        passes = [int(getattr(one, "gradient_accumulation_steps", None) or 1) for one in optimizers_of(model)]
+        passes = map(accumulation_steps, optimizers_of(model))
         if full is None or iterator is None or max([model.steps_per_execution, *passes]) > 1:
             raise ArgumentError(
                 'shard(global_batch_size=...) with on_failure="continue" needs parts of steps that may differ in size: '
